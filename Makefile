@@ -1,0 +1,33 @@
+# Every target sets up what it needs in .venv and build/; nothing else on the machine is touched.
+.PHONY: help setup demo test check format sanitize clean
+PY := .venv/bin/python
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /make \1\t/' | expand -t 16
+
+setup: ## the package, editable, in .venv
+	@scripts/setup
+
+demo: setup ## a dispatcher and two replicas serve the shipped model; completions at 2, 4 and 8 loops
+	@.venv/bin/tinyloop demo
+
+test: ## every test, C++ and Python (ARGS="-k word" reaches pytest)
+	@scripts/setup test
+	@scripts/cpp-tests
+	@$(PY) -m pytest $(ARGS)
+
+check: ## format, lint, types, layering, documents
+	@scripts/setup dev
+	@scripts/check
+
+format: ## rewrite the sources as `make check` wants them
+	@scripts/setup dev
+	@scripts/check --fix
+
+sanitize: ## the C++ tests under ASan + UBSan, the threaded ones under TSan
+	@scripts/setup
+	@scripts/cpp-tests address
+	@scripts/cpp-tests thread
+
+clean: ## remove .venv and build/
+	rm -rf .venv build
