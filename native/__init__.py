@@ -1,0 +1,82 @@
+"""The engine: load a looped model and generate from it in this process. Knows nothing of queues, sockets or processes.
+
+    with Model(demo_model_path()) as model:
+        print(model.generate([1, 2, 3], GenerateConfig(loops=4, max_tokens=16)).tokens)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tinyloop_serve.native import _core
+from tinyloop_serve.native._core import GenerateConfig, GenerateStats, Generation, simd_levels
+from tinyloop_serve.native.errors import (
+    ArtifactError,
+    BackendUnavailable,
+    ClosedError,
+    ConfigError,
+    LimitError,
+    ModeError,
+    ModelBusyError,
+    OutOfMemoryError,
+    TinyLoopError,
+)
+
+__all__ = [
+    "ArtifactError",
+    "BackendUnavailable",
+    "ClosedError",
+    "ConfigError",
+    "GenerateConfig",
+    "GenerateStats",
+    "Generation",
+    "LimitError",
+    "ModeError",
+    "Model",
+    "ModelBusyError",
+    "OutOfMemoryError",
+    "TinyLoopError",
+    "demo_model_path",
+    "inspect_artifact",
+    "simd_levels",
+]
+
+
+class Model(_core.Model):
+    """A loaded artifact; a context manager that frees it. Methods and arguments are described in `_core.pyi`.
+
+    Not re-entrant: a call that overlaps another raises `ModelBusyError` and disturbs nothing. `step_counter` may be
+    read from any thread while another computes.
+    """
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration as the artifact states it."""
+        config: dict[str, Any] = json.loads(self.metadata["config"])
+        return config
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What is in an artifact: config, metadata, tensors, file_bytes, parameters, fingerprint.
+
+    Raises ArtifactError, naming the field, for a file that is not a valid artifact.
+    """
+    found = _core.inspect_artifact(path)
+    return {"config": json.loads(found["metadata"]["config"]), **found}
+
+
+def demo_model_path() -> Path:
+    """The small looped language model that ships with the package (English glosses and verse)."""
+    return Path(__file__).parent / "models" / "demo.tinyloop"

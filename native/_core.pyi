@@ -1,0 +1,164 @@
+"""The compiled core. Shapes in parentheses, times in milliseconds. Every refusal is a class of native/errors.py."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+class GenerateConfig:
+    """How to generate. Values are checked when a call uses them, all before any work is done.
+
+    loops: core iterations per token, 0 = the artifact's default. temperature: 0 = greedy. top_k: 0 = off.
+    seed: 0 .. 2**64-1; the draw for a position depends on (seed, position) alone. stop_sequences: token sequences;
+    generation ends after the first that the output ends in.
+    """
+
+    def __init__(
+        self,
+        *,
+        loops: int = 0,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop_sequences: Sequence[Sequence[int]] = (),
+        cache_mode: str = "fp16",
+        cache_window: int = 0,
+        beam_size: int = 1,
+        ignore_eos: bool = False,
+    ) -> None: ...
+    @property
+    def loops(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def stop_sequences(self) -> list[list[int]]: ...
+    @property
+    def cache_mode(self) -> str: ...
+    @property
+    def cache_window(self) -> int: ...
+    @property
+    def beam_size(self) -> int: ...
+    @property
+    def ignore_eos(self) -> bool: ...
+
+class GenerateStats:
+    """What one lane cost. first_token_ms counts from the start of the call, prefill_ms is the lane's own prefill."""
+
+    @property
+    def prefill_ms(self) -> float: ...
+    @property
+    def first_token_ms(self) -> float: ...
+    @property
+    def decode_ms(self) -> float: ...
+    @property
+    def stop_reason(self) -> Literal["eos", "stop_sequence", "max_tokens", "cancelled"]: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def loops(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int: ...
+    def asdict(self) -> dict[str, Any]: ...
+
+class Generation:
+    """`tokens` has every sampled token, the EOS or the stop sequence's tokens included."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def stats(self) -> GenerateStats: ...
+
+class Model:
+    """A loaded artifact. See `tinyloop_serve.native.Model`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_seq_len: int = 0,
+        threads: int = 0,
+        simd: str = "auto",
+        prefill_chunk: int = 256,
+        device: str = "cpu",
+    ) -> None:
+        """Maps, validates and packs the artifact.
+
+        max_seq_len: positions, 0 = the artifact's. threads: 0 = TINYLOOP_THREADS, else all usable cores. simd: "auto" or
+        one of simd_levels(). prefill_chunk: the most rows of one forward pass; it changes memory and speed, never bits.
+        Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
+        """
+
+    def generate(self, prompt: Sequence[int], config: GenerateConfig) -> Generation:
+        """All tokens at the end. Raises ConfigError, LimitError, ModelBusyError, ClosedError, OutOfMemoryError."""
+
+    def generate_stream(
+        self, prompt: Sequence[int], config: GenerateConfig, on_token: Callable[[int, int], bool | None]
+    ) -> Generation:
+        """Calls on_token(token, position in the whole sequence) for every token; False cancels after that token."""
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        config: GenerateConfig | Sequence[GenerateConfig],
+        on_step: Callable[[list[int | None]], Sequence[int] | bool | None] | None = None,
+    ) -> list[Generation]:
+        """Static lockstep batch: per-lane prefill in turn, then one token per lane per step.
+
+        config: one for all lanes or one per lane; lanes may differ in seed, max_tokens, stop_sequences, ignore_eos, else
+        ModeError. on_step gets one entry per lane, None for a lane that has stopped; it returns None to go on, False to
+        cancel all lanes, or the numbers of the lanes to cancel.
+        """
+
+    def logits(self, tokens: Sequence[int], loops: int = 0) -> npt.NDArray[np.float32]:
+        """(len(tokens), vocab_size) logits after each position."""
+
+    def cache_bytes(self, tokens: int, cache_mode: str = "fp16", loops: int = 0) -> int:
+        """Exactly what the cache of one lane of that many positions allocates."""
+
+    def close(self) -> None:
+        """Frees the model once the call in progress, if any, has ended; later use raises ClosedError."""
+
+    @property
+    def metadata(self) -> dict[str, str]: ...
+    @property
+    def fingerprint(self) -> str:
+        """Hex; a 128-bit hash of all bytes of the file, not cryptographic. Equal means equal tokens."""
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def device(self) -> str:
+        """Backend and level, such as "cpu/avx2"."""
+    @property
+    def weight_bytes(self) -> int:
+        """Memory held by packed weights and work space."""
+    @property
+    def step_counter(self) -> int:
+        """Grows with every layer visit; any thread may read it at any time."""
+
+def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]: ...
+def simd_levels() -> list[str]:
+    """The levels that this machine can run, best first; "portable" is always one."""

@@ -1,0 +1,126 @@
+/* The seam between the engine's algorithms and a device: a versioned C ABI, so that a backend can be a plug-in library.
+ *
+ * The unit of work is a set of rows. A row is one token position of one lane's cache, and it says for itself which
+ * core iterations it runs: no kernel may assume that all rows are at the same loop or position. Prefill, decode, batch,
+ * verification of drafts and resuming from a saved state are all just sets of rows.
+ *
+ * Order rule: when a row runs loop t at position p, the K/V of every position < p of its cache at loop t must have been
+ * written before, or be written by a row of the same call that is at the same step (same loop_begin).
+ * Determinism rule (SPEC 2.5): what a row computes must not depend on the other rows of the call, in any bit.
+ * Threads: calls on one model must not overlap, except `steps`, which any thread may call at any time.
+ */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TL_BACKEND_ABI 1
+
+enum tl_dtype { TL_F32 = 0, TL_F16 = 1, TL_BF16 = 2 };
+enum tl_norm { TL_NORM_PRE = 0, TL_NORM_SANDWICH = 1, TL_NORM_POST = 2, TL_NORM_PRE_POST = 3 };
+enum tl_injection { TL_INJECT_NONE = 0, TL_INJECT_ADD = 1, TL_INJECT_CONCAT = 2 };
+enum tl_start { TL_START_PRELUDE = 0, TL_START_ZEROS = 1 };
+enum tl_rope { TL_ROPE_HALF = 0, TL_ROPE_INTERLEAVED = 1 };
+enum tl_cache_mode { TL_CACHE_FP16 = 0 };
+enum tl_result { TL_OK = 0, TL_NO_MEMORY = 1, TL_UNAVAILABLE = 2, TL_FAILED = 3 };
+
+typedef struct tl_status {
+    char message[256]; /* zero-terminated; set when a call does not return TL_OK */
+} tl_status;
+
+typedef struct tl_tensor {
+    const void* data; /* (rows, cols) row-major; NULL = the model has no such tensor */
+    int32_t dtype;    /* tl_dtype */
+    int32_t rows;     /* outputs */
+    int32_t cols;     /* inputs; 1 for vectors */
+} tl_tensor;
+
+typedef struct tl_layer {
+    tl_tensor attn_norm, attn_post_norm, ffn_norm, ffn_post_norm; /* (d_model) */
+    tl_tensor wq;                                                 /* (n_heads * head_dim, d_model) */
+    tl_tensor wk, wv;                                             /* (n_kv_heads * head_dim, d_model) */
+    tl_tensor wo;                                                 /* (d_model, n_heads * head_dim) */
+    tl_tensor q_bias, k_bias, v_bias;                             /* (heads * head_dim) */
+    tl_tensor q_norm, k_norm;                                     /* (head_dim) */
+    tl_tensor w_gate, w_up;                                       /* (d_ffn, d_model) */
+    tl_tensor w_down;                                             /* (d_model, d_ffn) */
+} tl_layer;
+
+typedef struct tl_model_desc {
+    int32_t vocab_size, d_model, n_heads, n_kv_heads, head_dim, d_ffn;
+    int32_t n_prelude, n_core, n_coda;
+    int32_t norm, injection, start, rope; /* the enums above */
+    float norm_eps, rope_theta, embed_scale, logit_scale;
+    const tl_layer* layers; /* n_prelude + n_core + n_coda, in that order */
+    tl_tensor embed;        /* (vocab_size, d_model) */
+    tl_tensor head;         /* (vocab_size, d_model); NULL data = tied to embed */
+    tl_tensor inject;       /* (d_model, 2 * d_model): [x, e] */
+    tl_tensor loop_norm, core_norm, final_norm;
+} tl_model_desc;
+
+typedef struct tl_options {
+    int32_t threads;  /* >= 1 */
+    int32_t max_rows; /* the most rows of one forward call */
+    const char* simd; /* CPU: "auto" or a level's name */
+} tl_options;
+
+typedef struct tl_cache_desc {
+    int32_t mode;      /* tl_cache_mode */
+    int32_t positions; /* capacity */
+    int32_t loops;     /* core iterations it can hold */
+} tl_cache_desc;
+
+enum tl_row_flags {
+    TL_ROW_CODA = 1,  /* run the coda layers after the last loop (writes their K/V) */
+    TL_ROW_LOGITS = 2 /* ... and the head; implies the coda */
+};
+
+typedef struct tl_row {
+    int32_t cache;      /* index into the caches of the call */
+    int32_t position;   /* 0 .. positions-1 */
+    int32_t token;      /* used when loop_begin == 0 */
+    int32_t loop_begin; /* 0: embed the token and run the prelude first; > 0: go on from `state` */
+    int32_t loop_end;   /* core iterations loop_begin .. loop_end-1 are run */
+    int32_t state;      /* index into the states of the call, or -1: read when loop_begin > 0, written after loop_end */
+    uint32_t flags;     /* tl_row_flags */
+} tl_row;
+
+typedef struct tl_model tl_model;
+typedef struct tl_cache tl_cache;   /* the K/V of one lane: a slot per prelude layer, coda layer, (loop, core layer) */
+typedef struct tl_states tl_states; /* saved hidden states: per index the core state and the prelude's output */
+
+typedef struct tl_backend {
+    uint32_t abi, size;
+    const char* name;
+
+    /* The tensors' data is only read during the call. */
+    int (*model_create)(const tl_model_desc*, const tl_options*, tl_model** out, tl_status*);
+    void (*model_destroy)(tl_model*);
+    uint64_t (*model_bytes)(const tl_model*);          /* weights and work space held by the device */
+    const char* (*model_level)(const tl_model*);       /* "avx2", "sm_90", ... */
+    uint64_t (*steps)(const tl_model*);                /* grows with every layer visit */
+
+    int (*cache_create)(tl_model*, const tl_cache_desc*, tl_cache** out, tl_status*);
+    void (*cache_destroy)(tl_cache*);
+    uint64_t (*cache_bytes)(const tl_model*, const tl_cache_desc*); /* exactly what cache_create allocates */
+
+    int (*states_create)(tl_model*, int32_t count, tl_states** out, tl_status*);
+    void (*states_destroy)(tl_states*);
+
+    /* logits: (number of rows with TL_ROW_LOGITS, vocab_size), in row order. n_rows <= max_rows. */
+    int (*forward)(tl_model*, tl_cache* const* caches, int32_t n_caches, tl_states* states, const tl_row* rows, int32_t n_rows,
+                   float* logits, tl_status*);
+} tl_backend;
+
+/* What a plug-in library exports as `tinyloop_backend`. */
+typedef const tl_backend* (*tl_backend_entry)(void);
+
+/* The built-in one. */
+const tl_backend* tl_cpu_backend(void);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,259 @@
+// The Python face of engine.h: a table of contents. Every argument is named, the GIL is released while computing, and
+// every Error becomes its class of native/errors.py. Model.pyi-style documentation lives in _core.pyi.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+
+#include "tinyloop/engine.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+using namespace tinyloop;
+
+namespace {
+
+using Tokens = std::vector<int32_t>;
+
+const char* class_of(ErrorKind kind) {
+    switch (kind) {
+        case ErrorKind::artifact: return "ArtifactError";
+        case ErrorKind::config: return "ConfigError";
+        case ErrorKind::limit: return "LimitError";
+        case ErrorKind::mode: return "ModeError";
+        case ErrorKind::busy: return "ModelBusyError";
+        case ErrorKind::closed: return "ClosedError";
+        case ErrorKind::unavailable: return "BackendUnavailable";
+        case ErrorKind::memory: return "OutOfMemoryError";
+    }
+    return "TinyLoopError";
+}
+
+void translate(std::exception_ptr pointer) {
+    try {
+        if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+        const py::object type = py::module_::import("tinyloop_serve.native.errors").attr(class_of(error.kind));
+        const py::object raised = type(error.what(), "field"_a = error.field, "value"_a = error.value, "accepted"_a = error.accepted);
+        PyErr_SetObject(type.ptr(), raised.ptr());
+    }
+}
+
+// Python's integers have no size; one that does not fit the engine's is a bad value, not a bad type.
+template <class T>
+T narrow(const char* field, const py::int_& value) {
+    const T out = std::is_unsigned_v<T> ? static_cast<T>(PyLong_AsUnsignedLongLong(value.ptr())) : static_cast<T>(PyLong_AsLongLong(value.ptr()));
+    const bool failed = PyErr_Occurred() != nullptr;
+    PyErr_Clear();
+    if (failed || !py::int_(out).equal(value))
+        refuse(ErrorKind::config, field, py::str(value), std::to_string(std::numeric_limits<T>::min()) + " to " + std::to_string(std::numeric_limits<T>::max()));
+    return out;
+}
+
+Tokens tokens_of(const std::string& field, const py::handle& sequence) {
+    if (!py::isinstance<py::sequence>(sequence) || py::isinstance<py::str>(sequence))
+        refuse(ErrorKind::config, field, py::repr(sequence), "a sequence of token ids");
+    Tokens out;
+    for (const py::handle item : sequence) {
+        const std::string name = field + "[" + std::to_string(out.size()) + "]";
+        if (!PyIndex_Check(item.ptr())) refuse(ErrorKind::config, name, py::repr(item), "a token id");
+        out.push_back(narrow<int32_t>(name.c_str(), py::reinterpret_steal<py::int_>(PyNumber_Index(item.ptr()))));
+    }
+    return out;
+}
+
+std::vector<Tokens> sequences_of(const std::string& field, const py::handle& sequences) {
+    if (!py::isinstance<py::sequence>(sequences) || py::isinstance<py::str>(sequences))
+        refuse(ErrorKind::config, field, py::repr(sequences), "a list of sequences of token ids");
+    std::vector<Tokens> out;
+    for (const py::handle item : sequences) out.push_back(tokens_of(field + "[" + std::to_string(out.size()) + "]", item));
+    return out;
+}
+
+GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, double temperature, const py::int_& top_k, double top_p, double min_p,
+                           double repetition_penalty, const py::int_& seed, const py::object& stop_sequences, const std::string& cache_mode,
+                           const py::int_& cache_window, const py::int_& beam_size, bool ignore_eos) {
+    GenerateConfig c;
+    c.loops = narrow<int>("loops", loops);
+    c.max_tokens = narrow<int>("max_tokens", max_tokens);
+    c.temperature = temperature;
+    c.top_k = narrow<int>("top_k", top_k);
+    c.top_p = top_p;
+    c.min_p = min_p;
+    c.repetition_penalty = repetition_penalty;
+    c.seed = narrow<uint64_t>("seed", seed);
+    c.stop_sequences = sequences_of("stop_sequences", stop_sequences);
+    c.cache_mode = cache_mode;
+    c.cache_window = narrow<int>("cache_window", cache_window);
+    c.beam_size = narrow<int>("beam_size", beam_size);
+    c.ignore_eos = ignore_eos;
+    return c;
+}
+
+py::dict stats_dict(const GenerateStats& s) {
+    return py::dict("prefill_ms"_a = s.prefill_ms, "first_token_ms"_a = s.first_token_ms, "decode_ms"_a = s.decode_ms, "stop_reason"_a = s.stop_reason,
+                    "prompt_tokens"_a = s.prompt_tokens, "generated_tokens"_a = s.generated_tokens, "loops"_a = s.loops, "cache_bytes"_a = s.cache_bytes);
+}
+
+// Ctrl-C reaches a long call at its next token.
+void check_signals() {
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// A callback's None means go on; any other answer is its truth.
+bool goes_on(const py::object& answer) { return answer.is_none() || answer.cast<bool>(); }
+
+class PyModel {
+public:
+    PyModel(const py::object& path, const LoadOptions& options) {
+        const std::string name = py::module_::import("os").attr("fspath")(path).cast<std::string>();
+        py::gil_scoped_release released;
+        model_ = std::shared_ptr<Model>(load_model(name, options), free_model);
+    }
+
+    // A call in progress keeps the model alive until it ends.
+    std::shared_ptr<Model> get() const {
+        if (!model_) refuse(ErrorKind::closed, "model", "closed", "a model that is open");
+        return model_;
+    }
+    void close() { model_.reset(); }
+
+    Generation stream(const py::object& prompt, const GenerateConfig& config, const py::object& on_token) const {
+        const std::shared_ptr<Model> model = get();
+        const Tokens tokens = tokens_of("prompt", prompt);
+        const TokenCallback callback = [&](int32_t token, int position) {
+            py::gil_scoped_acquire held;
+            check_signals();
+            return on_token.is_none() || goes_on(on_token(token, position));
+        };
+        py::gil_scoped_release released;
+        return generate_stream(model.get(), tokens.data(), tokens.size(), config, callback);
+    }
+
+    std::vector<Generation> batch(const py::object& prompts, const py::object& config, const py::object& on_step) const {
+        const std::shared_ptr<Model> model = get();
+        const std::vector<Tokens> tokens = sequences_of("prompts", prompts);
+        const std::vector<GenerateConfig> configs =
+            py::isinstance<GenerateConfig>(config) ? std::vector{config.cast<GenerateConfig>()} : config.cast<std::vector<GenerateConfig>>();
+        const StepCallback callback = [&](const std::vector<int32_t>& step, std::vector<bool>& cancel) {
+            py::gil_scoped_acquire held;
+            check_signals();
+            if (on_step.is_none()) return true;
+            py::list lanes;
+            for (const int32_t token : step) lanes.append(token < 0 ? py::object(py::none()) : py::int_(token));
+            const py::object answer = on_step(lanes);
+            if (!py::isinstance<py::sequence>(answer)) return goes_on(answer);
+            for (const py::handle lane : answer) {
+                const size_t number = static_cast<size_t>(narrow<int32_t>("on_step's answer", py::cast<py::int_>(lane)));
+                if (number >= cancel.size()) refuse(ErrorKind::config, "on_step's answer", std::to_string(number), "lane numbers of this batch");
+                cancel[number] = true;
+            }
+            return true;
+        };
+        py::gil_scoped_release released;
+        return generate_batch(model.get(), tokens, configs, callback);
+    }
+
+    py::array_t<float> all_logits(const py::object& tokens_object, const py::int_& loops) const {
+        const std::shared_ptr<Model> model = get();
+        const Tokens tokens = tokens_of("tokens", tokens_object);
+        const int asked = narrow<int>("loops", loops);
+        std::vector<float> out;
+        {
+            py::gil_scoped_release released;
+            out = logits(model.get(), tokens.data(), tokens.size(), asked);
+        }
+        return py::array_t<float>({tokens.size(), static_cast<size_t>(artifact(model.get()).config.vocab_size)}, out.data());
+    }
+
+private:
+    std::shared_ptr<Model> model_;
+};
+
+py::dict metadata_dict(const ArtifactInfo& info) {
+    py::dict out;
+    for (const auto& [key, value] : info.metadata) out[py::str(key)] = value;
+    return out;
+}
+
+py::dict inspect(const py::object& path) {
+    const std::string name = py::module_::import("os").attr("fspath")(path).cast<std::string>();
+    ArtifactInfo info;
+    {
+        py::gil_scoped_release released;
+        info = inspect_artifact(name);
+    }
+    static constexpr const char* kDtypes[] = {"F32", "F16", "BF16"};
+    py::list tensors;
+    for (const TensorInfo& t : info.tensors) tensors.append(py::dict("name"_a = t.name, "dtype"_a = kDtypes[t.dtype], "shape"_a = t.shape, "bytes"_a = t.bytes));
+    return py::dict("metadata"_a = metadata_dict(info), "tensors"_a = tensors, "file_bytes"_a = info.file_bytes, "parameters"_a = info.parameters,
+                    "fingerprint"_a = info.fingerprint);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+    py::register_exception_translator(translate);
+
+    py::class_<GenerateConfig>(m, "GenerateConfig")
+        .def(py::init(&make_config), py::kw_only(), "loops"_a = 0, "max_tokens"_a = 128, "temperature"_a = 0.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
+             "repetition_penalty"_a = 1.0, "seed"_a = 0, "stop_sequences"_a = py::tuple(), "cache_mode"_a = "fp16", "cache_window"_a = 0, "beam_size"_a = 1,
+             "ignore_eos"_a = false)
+        .def_readonly("loops", &GenerateConfig::loops)
+        .def_readonly("max_tokens", &GenerateConfig::max_tokens)
+        .def_readonly("temperature", &GenerateConfig::temperature)
+        .def_readonly("top_k", &GenerateConfig::top_k)
+        .def_readonly("top_p", &GenerateConfig::top_p)
+        .def_readonly("min_p", &GenerateConfig::min_p)
+        .def_readonly("repetition_penalty", &GenerateConfig::repetition_penalty)
+        .def_readonly("seed", &GenerateConfig::seed)
+        .def_readonly("stop_sequences", &GenerateConfig::stop_sequences)
+        .def_readonly("cache_mode", &GenerateConfig::cache_mode)
+        .def_readonly("cache_window", &GenerateConfig::cache_window)
+        .def_readonly("beam_size", &GenerateConfig::beam_size)
+        .def_readonly("ignore_eos", &GenerateConfig::ignore_eos);
+
+    py::class_<GenerateStats>(m, "GenerateStats")
+        .def_readonly("prefill_ms", &GenerateStats::prefill_ms)
+        .def_readonly("first_token_ms", &GenerateStats::first_token_ms)
+        .def_readonly("decode_ms", &GenerateStats::decode_ms)
+        .def_readonly("stop_reason", &GenerateStats::stop_reason)
+        .def_readonly("prompt_tokens", &GenerateStats::prompt_tokens)
+        .def_readonly("generated_tokens", &GenerateStats::generated_tokens)
+        .def_readonly("loops", &GenerateStats::loops)
+        .def_readonly("cache_bytes", &GenerateStats::cache_bytes)
+        .def("asdict", &stats_dict);
+
+    py::class_<Generation>(m, "Generation").def_readonly("tokens", &Generation::tokens).def_readonly("stats", &Generation::stats);
+
+    py::class_<PyModel>(m, "Model")
+        .def(py::init([](const py::object& path, const py::int_& max_seq_len, const py::int_& threads, const std::string& simd, const py::int_& prefill_chunk,
+                         const std::string& device) {
+                 return std::make_unique<PyModel>(path, LoadOptions{narrow<int>("max_seq_len", max_seq_len), narrow<int>("threads", threads), simd,
+                                                                    narrow<int>("prefill_chunk", prefill_chunk), device});
+             }),
+             "path"_a, py::kw_only(), "max_seq_len"_a = 0, "threads"_a = 0, "simd"_a = "auto", "prefill_chunk"_a = 256, "device"_a = "cpu")
+        .def("generate", [](const PyModel& self, const py::object& prompt, const GenerateConfig& config) { return self.stream(prompt, config, py::none()); },
+             "prompt"_a, "config"_a)
+        .def("generate_stream", &PyModel::stream, "prompt"_a, "config"_a, "on_token"_a)
+        .def("generate_batch", &PyModel::batch, "prompts"_a, "config"_a, "on_step"_a = py::none())
+        .def("logits", &PyModel::all_logits, "tokens"_a, "loops"_a = 0)
+        .def("cache_bytes",
+             [](const PyModel& self, const py::int_& tokens, const std::string& mode, const py::int_& loops) {
+                 return cache_bytes(self.get().get(), narrow<int>("tokens", tokens), mode, narrow<int>("loops", loops));
+             },
+             "tokens"_a, "cache_mode"_a = "fp16", "loops"_a = 0)
+        .def("close", &PyModel::close)
+        .def_property_readonly("metadata", [](const PyModel& self) { return metadata_dict(artifact(self.get().get())); })
+        .def_property_readonly("fingerprint", [](const PyModel& self) { return artifact(self.get().get()).fingerprint; })
+        .def_property_readonly("parameters", [](const PyModel& self) { return artifact(self.get().get()).parameters; })
+        .def_property_readonly("max_seq_len", [](const PyModel& self) { return max_seq_len(self.get().get()); })
+        .def_property_readonly("threads", [](const PyModel& self) { return threads(self.get().get()); })
+        .def_property_readonly("device", [](const PyModel& self) { return device_level(self.get().get()); })
+        .def_property_readonly("weight_bytes", [](const PyModel& self) { return weight_bytes(self.get().get()); })
+        .def_property_readonly("step_counter", [](const PyModel& self) { return step_counter(self.get().get()); });
+
+    m.def("inspect_artifact", &inspect, "path"_a);
+    m.def("simd_levels", &simd_levels);
+}

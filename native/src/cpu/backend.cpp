@@ -1,0 +1,63 @@
+// The CPU backend's table of the C ABI: translates exceptions to status codes, nothing else.
+#include <cstdio>
+#include <new>
+
+#include "forward.h"
+
+namespace {
+
+template <class F>
+int guarded(tl_status* status, F f) {
+    try {
+        return f();
+    } catch (const std::bad_alloc&) {
+        std::snprintf(status->message, sizeof status->message, "out of memory");
+        return TL_NO_MEMORY;
+    } catch (const std::exception& error) {
+        std::snprintf(status->message, sizeof status->message, "%s", error.what());
+        return TL_FAILED;
+    }
+}
+
+int model_create(const tl_model_desc* desc, const tl_options* options, tl_model** out, tl_status* status) {
+    return guarded(status, [&] {
+        *out = new tl_model(*desc, *options);
+        return TL_OK;
+    });
+}
+void model_destroy(tl_model* model) { delete model; }
+uint64_t model_bytes(const tl_model* model) { return model->bytes(); }
+const char* model_level(const tl_model* model) { return model->kernels->name; }
+uint64_t steps(const tl_model* model) { return model->steps.load(std::memory_order_relaxed); }
+
+int cache_create(tl_model* model, const tl_cache_desc* shape, tl_cache** out, tl_status* status) {
+    return guarded(status, [&] {
+        *out = new tl_cache(model->desc, *shape);
+        return TL_OK;
+    });
+}
+void cache_destroy(tl_cache* cache) { delete cache; }
+uint64_t cache_bytes(const tl_model* model, const tl_cache_desc* shape) { return tl_cache::bytes(model->desc, *shape); }
+
+int states_create(tl_model* model, int32_t count, tl_states** out, tl_status* status) {
+    return guarded(status, [&] {
+        *out = new tl_states(count, tinyloop::cpu::pad16(model->desc.d_model));
+        return TL_OK;
+    });
+}
+void states_destroy(tl_states* states) { delete states; }
+
+int forward(tl_model* model, tl_cache* const* caches, int32_t, tl_states* states, const tl_row* rows, int32_t n_rows, float* logits, tl_status* status) {
+    return guarded(status, [&] {
+        model->forward(caches, states, rows, n_rows, logits);
+        return TL_OK;
+    });
+}
+
+constexpr tl_backend kTable = {TL_BACKEND_ABI, sizeof(tl_backend), "cpu",        model_create,  model_destroy,  model_bytes,
+                               model_level,    steps,              cache_create, cache_destroy, cache_bytes,    states_create,
+                               states_destroy, forward};
+
+}  // namespace
+
+const tl_backend* tl_cpu_backend(void) { return &kTable; }

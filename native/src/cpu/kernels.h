@@ -1,0 +1,62 @@
+// The CPU kernels behind one table per SIMD level. All levels compute the same bits.
+//
+// How the bits stay the same: every output element has one accumulator that is summed in index order with fused
+// multiply-add, and sums over a vector's elements use 16 fixed virtual lanes and one fixed tree. Nothing depends on how
+// many rows, panels or threads there are, or how wide the registers are.
+//
+// Layout: a matrix (outputs, inputs) is stored in panels of 16 outputs, [outputs/16][inputs][16], the last panel padded
+// with zeros. One layout serves one row and many; keys (16 positions a panel) and values (16 dimensions a panel) of the
+// cache use it too, so attention is two calls of the same product.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace tinyloop::cpu {
+
+inline constexpr int kPanel = 16;
+inline constexpr int pad16(int n) { return (n + 15) & ~15; }
+
+struct Panels {
+    const void* data;      // first panel
+    int dtype;             // tl_dtype
+    int inputs;            // k: how many of the stored inputs are used
+    size_t panel_elements; // distance between panels, in elements
+};
+
+struct Kernels {
+    const char* name;
+
+    // c[row(m)][panel * 16 + j] = sum_k a[m][k] * w[panel][k][j]   (add: += the sum), for m < n_rows, panels begin..end.
+    // a: (n_rows, lda); c: rows at stride ldc, row(m) = rows ? rows[m] : m. scratch: 16 * (n_rows + 256) floats.
+    void (*product)(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, bool add,
+                    int panel_begin, int panel_end, float* scratch);
+
+    // y = x / sqrt(mean(x^2) + eps) * weight; n true elements, x and y padded with zeros to 16.
+    void (*rmsnorm)(const float* x, const float* weight, float eps, int n, float* y);
+    // y += x
+    void (*add)(const float* x, int n, float* y);
+    // gate = silu(gate) * up
+    void (*swiglu)(float* gate, const float* up, int n);
+    // Softmax numerators of scores[0..n) * scale in place; scores[n..padded) become 0. Returns the sum.
+    float (*softmax)(float* scores, int n, int padded, float scale);
+    void (*scale)(float* x, int n, float factor);
+
+    // n elements at stride `stride` (elements), clamped to the finite fp16 range, rounded to nearest even.
+    void (*store_fp16)(const float* x, int n, uint16_t* out, size_t stride);
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();    // nullptr where the build or the machine has no AVX2 + FMA + F16C
+const Kernels* avx512_kernels();  // nullptr where the build or the machine has no AVX-512 F/BW/VL/DQ
+
+// Exact conversions, for packing at load.
+float half_to_float(uint16_t half);
+uint16_t float_to_half(float value);  // round to nearest even, clamped to the finite range
+inline float bfloat_to_float(uint16_t b) {
+    uint32_t bits = uint32_t(b) << 16;
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+}  // namespace tinyloop::cpu

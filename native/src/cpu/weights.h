@@ -1,0 +1,58 @@
+// A model's tensors in the layout of the kernels: matrices as panels, vectors as floats padded to 16.
+// Heads are padded to a multiple of 16 dimensions with zeros; no kernel then needs a tail.
+#pragma once
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+#include "pool.h"
+#include "tinyloop/backend.h"
+
+namespace tinyloop::cpu {
+
+// (outputs, inputs) in panels, see kernels.h. outputs is a multiple of 16.
+class Matrix {
+public:
+    Matrix() = default;
+    Matrix(int outputs, int inputs, int dtype);
+
+    int outputs() const { return outputs_; }
+    int inputs() const { return inputs_; }
+    int panels() const { return outputs_ / kPanel; }
+    size_t bytes() const { return storage_.bytes(); }
+    Panels view() const { return {storage_.as<void>(), dtype_, inputs_, static_cast<size_t>(inputs_) * kPanel}; }
+    float at(int output, int input) const;
+
+    // Copies `source` to the outputs from `first_output` on. head_dim > 0 spreads heads of that many rows (columns) to
+    // multiples of 16.
+    void fill(const tl_tensor& source, int first_output, int row_head_dim, int col_head_dim, Pool& pool);
+
+private:
+    int outputs_ = 0, inputs_ = 0, dtype_ = 0;
+    Buffer storage_;
+};
+
+using Vector = std::vector<float>;  // padded to a multiple of 16 with zeros; empty = the model has none
+
+struct LayerWeights {
+    Vector attn_norm, attn_post_norm, ffn_norm, ffn_post_norm;  // (d_model)
+    Vector q_bias, k_bias, v_bias;                              // (heads, padded head_dim)
+    Vector q_norm, k_norm;                                      // (head_dim)
+    Matrix qkv;                                                 // (q heads + 2 kv heads, each padded; d_model)
+    Matrix wo;                                                  // (d_model; q heads, padded)
+    Matrix w_gate, w_up;                                        // (d_ffn, d_model)
+    Matrix w_down;                                              // (d_model, d_ffn)
+};
+
+struct Weights {
+    Weights(const tl_model_desc& desc, Pool& pool);
+
+    const Matrix& head_matrix() const { return head.outputs() ? head : embed; }
+    size_t bytes() const;
+
+    std::vector<LayerWeights> layers;  // prelude, core, coda
+    Matrix embed, head, inject;        // head is empty when tied
+    Vector loop_norm, core_norm, final_norm;
+};
+
+}  // namespace tinyloop::cpu

@@ -1,0 +1,154 @@
+#include "model.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "cpu/kernels.h"
+
+namespace tinyloop {
+namespace {
+
+int usable_cores() {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+    return std::max(1u, std::thread::hardware_concurrency());
+}
+
+int threads_of(int asked) {
+    if (asked < 0 || asked > 1024) refuse(ErrorKind::config, "threads", std::to_string(asked), "0 (all cores) to 1024");
+    if (asked > 0) return asked;
+    const char* variable = std::getenv("TINYLOOP_THREADS");
+    if (!variable || !*variable) return usable_cores();
+    int value = 0;
+    const char* end = variable + std::strlen(variable);
+    const auto parsed = std::from_chars(variable, end, value);
+    if (parsed.ec != std::errc() || parsed.ptr != end || value < 1 || value > 1024)
+        refuse(ErrorKind::config, "TINYLOOP_THREADS", variable, "an integer from 1 to 1024");
+    return value;
+}
+
+LoadOptions resolve(LoadOptions options, const ModelConfig& config) {
+    if (options.max_seq_len < 0 || options.max_seq_len > config.max_seq_len)
+        refuse(ErrorKind::limit, "max_seq_len", std::to_string(options.max_seq_len), "0 (the artifact's) to " + std::to_string(config.max_seq_len));
+    if (options.max_seq_len == 0) options.max_seq_len = config.max_seq_len;
+    options.threads = threads_of(options.threads);
+    if (options.prefill_chunk < 1 || options.prefill_chunk > 1 << 16)
+        refuse(ErrorKind::config, "prefill_chunk", std::to_string(options.prefill_chunk), "1 to 65536 rows");
+    const std::vector<std::string> levels = simd_levels();
+    if (options.simd != "auto" && std::find(levels.begin(), levels.end(), options.simd) == levels.end()) {
+        std::string accepted = "auto";
+        for (const std::string& level : levels) accepted += ", " + level;
+        refuse(ErrorKind::unavailable, "simd", options.simd, accepted);
+    }
+    if (options.device != "cpu") refuse(ErrorKind::unavailable, "device", options.device, "cpu (this build has no other backend)");
+    return options;
+}
+
+std::unique_ptr<tl_model, void (*)(tl_model*)> create(const tl_backend& backend, const Artifact& artifact, const LoadOptions& options) {
+    const ModelConfig& c = artifact.info().config;
+    std::vector<tl_layer> layers;
+    const std::pair<const char*, int> parts[] = {{"prelude", c.n_prelude}, {"core", c.n_core}, {"coda", c.n_coda}};
+    for (auto [part, count] : parts)
+        for (int i = 0; i < count; ++i) {
+            auto get = [&, p = std::string(part) + "." + std::to_string(i) + "."](const char* name) { return artifact.tensor(p + name); };
+            layers.push_back({get("attn_norm.weight"), get("attn_post_norm.weight"), get("ffn_norm.weight"), get("ffn_post_norm.weight"),
+                              get("wq.weight"), get("wk.weight"), get("wv.weight"), get("wo.weight"), get("q_bias"), get("k_bias"), get("v_bias"),
+                              get("q_norm.weight"), get("k_norm.weight"), get("w_gate.weight"), get("w_up.weight"), get("w_down.weight")});
+        }
+    tl_model_desc desc{};
+    desc.vocab_size = c.vocab_size;
+    desc.d_model = c.d_model;
+    desc.n_heads = c.n_heads;
+    desc.n_kv_heads = c.n_kv_heads;
+    desc.head_dim = c.head_dim;
+    desc.d_ffn = c.d_ffn;
+    desc.n_prelude = c.n_prelude;
+    desc.n_core = c.n_core;
+    desc.n_coda = c.n_coda;
+    desc.norm = c.norm;
+    desc.injection = c.injection;
+    desc.start = c.start;
+    desc.rope = c.rope;
+    desc.norm_eps = static_cast<float>(c.norm_eps);
+    desc.rope_theta = static_cast<float>(c.rope_theta);
+    desc.embed_scale = static_cast<float>(c.embed_scale);
+    desc.logit_scale = static_cast<float>(c.logit_scale);
+    desc.layers = layers.data();
+    desc.embed = artifact.tensor("embed.weight");
+    desc.head = artifact.tensor("head.weight");
+    desc.inject = artifact.tensor("inject.weight");
+    desc.loop_norm = artifact.tensor("loop_norm.weight");
+    desc.core_norm = artifact.tensor("core_norm.weight");
+    desc.final_norm = artifact.tensor("final_norm.weight");
+    const tl_options backend_options{options.threads, options.prefill_chunk, options.simd.c_str()};
+    tl_model* model = nullptr;
+    tl_status status{};
+    check(backend.model_create(&desc, &backend_options, &model, &status), status, "loading the model");
+    return {model, backend.model_destroy};
+}
+
+}  // namespace
+
+void check(int result, const tl_status& status, const std::string& doing) {
+    if (result == TL_OK) return;
+    const ErrorKind kind = result == TL_UNAVAILABLE ? ErrorKind::unavailable : ErrorKind::memory;
+    throw Error(kind, doing, status.message, "", doing + ": " + status.message);
+}
+
+Cache::Cache(const tl_backend& backend, tl_model* model, const tl_cache_desc& shape)
+    : cache_(nullptr, backend.cache_destroy), bytes_(backend.cache_bytes(model, &shape)) {
+    tl_cache* cache = nullptr;
+    tl_status status{};
+    check(backend.cache_create(model, &shape, &cache, &status), status, "a cache of " + std::to_string(bytes_) + " bytes");
+    cache_.reset(cache);
+}
+
+States::States(const tl_backend& backend, tl_model* model, int count) : states_(nullptr, backend.states_destroy) {
+    tl_states* states = nullptr;
+    tl_status status{};
+    check(backend.states_create(model, count, &states, &status), status, std::to_string(count) + " saved states");
+    states_.reset(states);
+}
+
+Model::Model(const std::string& path, const LoadOptions& options) : backend_(*tl_cpu_backend()), handle_(nullptr, nullptr) {
+    const Artifact file(path);
+    info_ = file.info();
+    options_ = resolve(options, info_.config);
+    handle_ = create(backend_, file, options_);
+}
+
+Cache Model::make_cache(int positions, int loops) const { return Cache(backend_, handle(), {TL_CACHE_FP16, positions, loops}); }
+
+void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows, float* logits) const {
+    const size_t most = static_cast<size_t>(options_.prefill_chunk);
+    for (size_t begin = 0; begin < rows.size(); begin += most) {
+        const size_t count = std::min(most, rows.size() - begin);
+        tl_status status{};
+        check(backend_.forward(handle(), caches.data(), static_cast<int32_t>(caches.size()), states, rows.data() + begin, static_cast<int32_t>(count),
+                               logits, &status),
+              status, "a forward pass");
+        for (size_t i = begin; i < begin + count; ++i)
+            if (rows[i].flags & TL_ROW_LOGITS) logits += config().vocab_size;
+    }
+}
+
+Model::Call::Call(Model& model) : model_(model) {
+    if (model.busy_.exchange(true, std::memory_order_acquire))
+        refuse(ErrorKind::busy, "model", "in use by another call", "one call at a time: a model is not re-entrant");
+}
+
+Model::Call::~Call() { model_.busy_.store(false, std::memory_order_release); }
+
+std::vector<std::string> simd_levels() {
+    std::vector<std::string> names;
+    for (const cpu::Kernels* k : {cpu::avx512_kernels(), cpu::avx2_kernels(), cpu::portable_kernels()})
+        if (k) names.emplace_back(k->name);
+    return names;
+}
+
+}  // namespace tinyloop

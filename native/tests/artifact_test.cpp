@@ -1,0 +1,136 @@
+// The reader of hostile files: JSON corner cases, named refusals, random truncation and 10,000 random mutations.
+#include "artifact.h"
+
+#include "check.h"
+#include "json.h"
+#include "tiny_model.h"
+
+using namespace tinyloop;
+
+namespace {
+
+std::string json_error(const std::string& text) {
+    try {
+        parse_json(text, "t");
+        return "";
+    } catch (const Error& error) {
+        return error.what();
+    }
+}
+
+void test_json() {
+    const Json value = parse_json(R"( {"a":[1,-2.5e3,true,null,"x\u00e9\ud83d\ude00\n"],"b":{}} )", "t");
+    CHECK(value.find("a")->items[0].is_integer && value.find("a")->items[0].integer == 1);
+    CHECK(!value.find("a")->items[1].is_integer && value.find("a")->items[1].number == -2500);
+    CHECK(value.find("a")->items[4].string == "x\xc3\xa9\xf0\x9f\x98\x80\n");
+    CHECK(value.find("b")->kind == Json::Kind::object && !value.find("c"));
+    for (const char* bad : {"", "{", "[1,]", "{\"a\":1,}", "{\"a\":1,\"a\":2}", "01", "1.", "-", "+1", "nul", "\"\\x\"", "\"\\ud800\"", "\"a\nb\"", "[1]x",
+                            "1e999", "\"\xff\"", "\"\xc0\x80\"", "\"\xed\xa0\x80\"", "\"abc", "{1:2}", "[1 2]"})
+        CHECK(!json_error(bad).empty());
+    CHECK(json_error(std::string(100000, '[')).find("nested") != std::string::npos);
+    CHECK(parse_json("9223372036854775807", "t").is_integer && !parse_json("9223372036854775808", "t").is_integer);
+}
+
+std::string field_of(const std::string& content) {
+    const tiny::File file(content);
+    try {
+        Artifact artifact(file.path());
+        return "";
+    } catch (const Error& error) {
+        CHECK(error.kind == ErrorKind::artifact);
+        CHECK(std::string(error.what()).find(error.field) != std::string::npos);
+        return error.field;
+    }
+}
+
+std::string replaced(std::string text, const std::string& from, const std::string& to) {
+    const size_t at = text.find(from);
+    CHECK(at != std::string::npos);
+    if (at != std::string::npos) text.replace(at, from.size(), to);
+    return text;
+}
+
+void test_named_refusals() {
+    const std::string good = tiny::bytes();
+    CHECK(field_of(good).empty());
+    CHECK(field_of("") == "file size");
+    CHECK(field_of(good.substr(0, good.size() - 1)).find("data_offsets") != std::string::npos);
+    CHECK(field_of(good + "x") == "file size");
+    CHECK(field_of(std::string(8, '\xff') + good.substr(8)) == "header length");
+    // Same-length edits of the header keep the offsets right.
+    CHECK(field_of(replaced(good, "\"format\":\"tinyloop\"", "\"format\":\"tinyl00p\"")) == "__metadata__.format");
+    CHECK(field_of(replaced(good, "format_version\":\"1\"", "format_version\":\"9\"")) == "__metadata__.format_version");
+    CHECK(field_of(replaced(good, "\\\"n_heads\\\":4", "\\\"n_heads\\\":0")) == "config.n_heads");
+    CHECK(field_of(replaced(good, "\\\"n_kv_heads\\\":2", "\\\"n_kv_heads\\\":3")) == "config.n_kv_heads");
+    CHECK(field_of(replaced(good, "\\\"head_dim\\\":6", "\\\"head_dim\\\":5")) == "config.head_dim");
+    CHECK(field_of(replaced(good, "\\\"sandwich\\\"", "\\\"sandwish\\\"")) == "config.norm");
+    CHECK(field_of(replaced(good, "\\\"loops\\\":3", "\\\"loops\\\":9")) == "config.max_loops");
+    CHECK(field_of(replaced(good, "\\\"eos_ids\\\":[]", "\\\"eos_idz\\\":[]")) == "config.eos_ids");
+    CHECK(field_of(replaced(good, "\\\"bos_id\\\":null", "\\\"bos_id\\\":\\\"x\\\"")) == "config.bos_id");
+    CHECK(field_of(replaced(good, "\"dtype\":\"F32\"", "\"dtype\":\"F64\"")) == "tensor embed.weight.dtype");
+    CHECK(field_of(replaced(good, "\"shape\":[61,24]", "\"shape\":[24,61]")) == "tensor embed.weight.shape");
+    CHECK(field_of(replaced(good, "\"data_offsets\":[0,", "\"data_offsets\":[4,")) == "tensor embed.weight.data_offsets");
+    CHECK(field_of(replaced(good, "core.1.wq.weight", "core.9.wq.weight")) == "tensor core.9.wq.weight");
+    std::string message;
+    try {
+        inspect_artifact("/nonexistent/model.tinyloop");
+    } catch (const Error& error) {
+        message = error.what();
+    }
+    CHECK(message.find("/nonexistent/model.tinyloop") != std::string::npos);
+}
+
+// Every outcome but a crash, a sanitizer report or an untyped exception is fine: a refusal names a field, and what is
+// accepted can be loaded and run.
+void test_mutations() {
+    const std::string good = tiny::bytes();
+    const size_t header_end = good.find_last_of('}') + 1;
+    std::mt19937 random(7);
+    const tiny::File file;
+    int refused = 0, accepted = 0;
+    for (int round = 0; round < 10500; ++round) {
+        std::string bad = good;
+        if (round < 500) {
+            bad.resize(random() % good.size());
+        } else {
+            const int edits = 1 + static_cast<int>(random() % 3);
+            for (int i = 0; i < edits; ++i) {
+                const size_t at = random() % 10 ? random() % header_end : random() % bad.size();
+                switch (random() % 4) {
+                    case 0: bad[at] = static_cast<char>(random()); break;
+                    case 1: bad[at] = "0123456789{}[],:\"\\-e."[random() % 21]; break;
+                    case 2: bad.erase(at, 1 + random() % 8); break;
+                    default: bad.insert(at, std::string(1 + random() % 4, static_cast<char>(random())));
+                }
+            }
+        }
+        file.write(bad);
+        try {
+            LoadOptions options;
+            options.threads = 1;
+            options.prefill_chunk = 4;
+            Model* model = load_model(file.path(), options);
+            ++accepted;
+            const int32_t prompt[] = {0};
+            GenerateConfig config;
+            config.max_tokens = 1;
+            if (max_seq_len(model) > 1) generate(model, prompt, 1, config);
+            free_model(model);
+        } catch (const Error& error) {
+            ++refused;
+            if (error.field.empty()) CHECK(!"a refusal without a field");
+        }
+    }
+    std::printf("%d mutations refused, %d accepted\n", refused, accepted);
+    CHECK(refused + accepted == 10500 && refused > 5000 && accepted > 0);
+}
+
+}  // namespace
+
+int main() {
+    if (!std::freopen("/dev/null", "w", stderr)) return 1;  // 10,000 refusals are not news
+    test_json();
+    test_named_refusals();
+    test_mutations();
+    return finish();
+}

@@ -1,0 +1,105 @@
+// Small random models for the tests, written here byte by byte, independently of the reader under test.
+#pragma once
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "artifact.h"
+#include "tinyloop/engine.h"
+
+namespace tiny {
+
+inline std::string config_json(const std::string& changes = "") {
+    return R"({"vocab_size":61,"d_model":24,"n_heads":4,"n_kv_heads":2,"head_dim":6,"d_ffn":40,"n_prelude":1,"n_core":2,"n_coda":1,)"
+           R"("loops":3,"max_loops":8,"max_seq_len":96,"norm":"sandwich","norm_eps":1e-5,"injection":"concat","start":"prelude",)"
+           R"("loop_norm":true,"core_norm":true,"rope":"half","rope_theta":10000.0,"tied_head":false,"bos_id":null,"eos_ids":[],"beta":null)" +
+           changes + "}";
+}
+
+inline std::string quoted(const std::string& text) {
+    std::string out = "\"";
+    for (char c : text) out += (c == '"' || c == '\\') ? std::string("\\") + c : std::string(1, c);
+    return out + "\"";
+}
+
+// The whole file as bytes: F32 weights around zero, norms around one.
+inline std::string bytes(const std::string& config = config_json(), unsigned seed = 1) {
+    std::mt19937 random(seed);
+    std::string header = "{\"__metadata__\":{\"format\":\"tinyloop\",\"format_version\":\"1\",\"config\":" + quoted(config) + "}", data;
+    for (const auto& [name, shape] : tinyloop::expected_tensors(tinyloop::parse_config(config))) {
+        size_t count = 1;
+        std::string dims;
+        for (int64_t size : shape) {
+            count *= static_cast<size_t>(size);
+            if (!dims.empty()) dims += ',';
+            dims += std::to_string(size);
+        }
+        const size_t begin = data.size();
+        for (size_t i = 0; i < count; ++i) {
+            const float uniform = static_cast<float>(random()) / 4294967296.0f - 0.5f;
+            const float value = shape.size() == 1 ? 1.0f + 0.2f * uniform : 0.6f * uniform;
+            data.append(reinterpret_cast<const char*>(&value), sizeof value);
+        }
+        header += ",\"";
+        header += name + "\":{\"dtype\":\"F32\",\"shape\":[" + dims + "],\"data_offsets\":[" + std::to_string(begin) + "," + std::to_string(data.size()) + "]}";
+    }
+    header += "}";
+    while ((header.size() + 8) % 64) header += ' ';
+    std::string out;
+    for (int i = 0; i < 8; ++i) out += static_cast<char>(header.size() >> (8 * i));
+    return out + header + data;
+}
+
+class File {
+public:
+    explicit File(const std::string& content = bytes()) {
+        const char* base = std::getenv("TMPDIR");
+        path_ = std::string(base ? base : P_tmpdir) + "/tinyloop-test-XXXXXX";
+        const int fd = ::mkstemp(path_.data());
+        ::close(fd);
+        write(content);
+    }
+    ~File() { ::unlink(path_.c_str()); }
+    File(const File&) = delete;
+    File& operator=(const File&) = delete;
+
+    void write(const std::string& content) const { std::ofstream(path_, std::ios::binary | std::ios::trunc).write(content.data(), static_cast<std::streamsize>(content.size())); }
+    const std::string& path() const { return path_; }
+
+private:
+    std::string path_;
+};
+
+// Requests that exercise every sampling field.
+inline std::vector<int32_t> prompt_of(int length, int salt) {
+    std::vector<int32_t> out;
+    for (int i = 0; i < length; ++i) out.push_back((i * i * 7 + i * salt + salt) % 61);
+    return out;
+}
+
+inline tinyloop::LoadOptions options_of(int threads, int chunk, const std::string& simd = "auto") {
+    tinyloop::LoadOptions options;
+    options.threads = threads;
+    options.prefill_chunk = chunk;
+    options.simd = simd;
+    return options;
+}
+
+inline tinyloop::GenerateConfig sampled(uint64_t seed, int max_tokens) {
+    tinyloop::GenerateConfig config;
+    config.temperature = 1.3;
+    config.top_k = 40;
+    config.top_p = 0.95;
+    config.repetition_penalty = 1.1;
+    config.seed = seed;
+    config.max_tokens = max_tokens;
+    return config;
+}
+
+}  // namespace tiny

@@ -1,0 +1,225 @@
+"""What a caller meets: typed refusals that name the field, callbacks, statistics, use from threads, closing."""
+
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.native import models, reference
+from tinyloop_serve.native import (
+    ArtifactError,
+    BackendUnavailable,
+    ClosedError,
+    ConfigError,
+    GenerateConfig,
+    LimitError,
+    ModeError,
+    Model,
+    ModelBusyError,
+    TinyLoopError,
+    artifact,
+    inspect_artifact,
+)
+
+NAME = "concat"
+PROMPT = [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("api") / "model.tinyloop"
+    config = models.FAMILY[NAME]
+    artifact.write(path, config, reference.random_model(config, seed=2, dtype="fp16"))
+    return path
+
+
+@pytest.fixture
+def model(path: Path) -> Iterator[Model]:
+    with Model(path) as model:
+        yield model
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "change"),
+    [
+        (ConfigError, "temperature", {"temperature": -0.1}),
+        (ConfigError, "temperature", {"temperature": float("nan")}),
+        (ConfigError, "top_p", {"top_p": 1.5}),
+        (ConfigError, "top_k", {"top_k": -1}),
+        (ConfigError, "top_k", {"top_k": 2**40}),
+        (ConfigError, "min_p", {"min_p": -1.0}),
+        (ConfigError, "repetition_penalty", {"repetition_penalty": 0.0}),
+        (ConfigError, "max_tokens", {"max_tokens": 0}),
+        (ConfigError, "seed", {"seed": -1}),
+        (ConfigError, "seed", {"seed": 2**64}),
+        (ConfigError, "cache_mode", {"cache_mode": "fp8"}),
+        (ConfigError, "stop_sequences[0][1]", {"stop_sequences": [[1, 61]]}),
+        (ConfigError, "stop_sequences[0]", {"stop_sequences": ["ab"]}),
+        (LimitError, "loops", {"loops": 17}),
+        (LimitError, "max_tokens", {"max_tokens": 509}),
+    ],
+)
+def test_a_bad_field_is_refused_by_name(
+    model: Model, error: type[TinyLoopError], field: str, change: dict
+) -> None:
+    before = model.step_counter
+    with pytest.raises(error) as caught:
+        model.generate(PROMPT, GenerateConfig(**change))
+    assert caught.value.field == field
+    assert caught.value.accepted and field in str(caught.value)
+    assert model.step_counter == before
+
+
+@pytest.mark.parametrize("prompt", [[], [61], [-1], [2**40], ["a"], "text", 7])
+def test_a_bad_prompt_is_refused(model: Model, prompt: object) -> None:
+    with pytest.raises(ConfigError, match="prompt"):
+        model.generate(prompt, GenerateConfig())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"cache_window": 8}, {"beam_size": 2}, {"loops": 2}, {"top_k": 5}])
+def test_a_batch_refuses_what_its_lanes_cannot_share(model: Model, change: dict) -> None:
+    with pytest.raises(ModeError) as caught:
+        model.generate_batch([PROMPT, PROMPT], [GenerateConfig(), GenerateConfig(**change)])
+    assert caught.value.field == next(iter(change))
+
+
+def test_lanes_may_differ_in_seed_length_stops_and_eos(model: Model) -> None:
+    configs = [
+        GenerateConfig(temperature=1.0, seed=1, max_tokens=4),
+        GenerateConfig(temperature=1.0, seed=2, max_tokens=9, stop_sequences=[[60, 60]], ignore_eos=True),
+    ]
+    lanes = model.generate_batch([PROMPT, PROMPT[:2]], configs)
+    assert [lane.tokens for lane in lanes] == [
+        model.generate(p, c).tokens for p, c in zip([PROMPT, PROMPT[:2]], configs, strict=True)
+    ]
+
+
+def test_statistics(model: Model) -> None:
+    stats = model.generate(PROMPT, GenerateConfig(loops=3, max_tokens=5, ignore_eos=True)).stats
+    found = stats.asdict()
+    assert found["prompt_tokens"] == 4 and found["generated_tokens"] == 5 and found["loops"] == 3
+    assert found["stop_reason"] == "max_tokens"
+    assert found["cache_bytes"] == model.cache_bytes(9, loops=3) > 0
+    assert 0 < found["prefill_ms"] <= found["first_token_ms"] and found["decode_ms"] > 0
+
+
+def test_eos_ends_the_answer_and_is_delivered(path: Path, model: Model) -> None:
+    free = model.generate(
+        PROMPT, GenerateConfig(temperature=1.5, seed=8, max_tokens=400, ignore_eos=True)
+    ).tokens
+    assert 0 in free  # eos_ids of the config
+    ended = model.generate(PROMPT, GenerateConfig(temperature=1.5, seed=8, max_tokens=400))
+    assert ended.tokens == free[: free.index(0) + 1]
+    assert ended.stats.stop_reason == "eos"
+
+
+def test_a_callback_cancels_and_its_exception_passes_through(model: Model) -> None:
+    config = GenerateConfig(max_tokens=20, ignore_eos=True)
+    counted: list[int] = []
+
+    def stop_at_three(token: int, position: int) -> bool:
+        counted.append(token)
+        return len(counted) < 3
+
+    assert model.generate_stream(PROMPT, config, stop_at_three).stats.stop_reason == "cancelled"
+    assert len(counted) == 3
+
+    def broken(token: int, position: int) -> bool:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        model.generate_stream(PROMPT, config, broken)
+    assert len(model.generate(PROMPT, config).tokens) == 20  # and the model is free again
+
+
+def test_a_step_callback_sees_every_lane_and_cancels_one(model: Model) -> None:
+    configs = [GenerateConfig(max_tokens=n, ignore_eos=True) for n in (2, 9, 9)]
+    steps: list[list[int | None]] = []
+
+    def on_step(lanes: list[int | None]) -> list[int] | None:
+        steps.append(lanes)
+        return [1] if len(steps) == 4 else None
+
+    lanes = model.generate_batch([PROMPT] * 3, configs, on_step)
+    assert [lane.stats.stop_reason for lane in lanes] == ["max_tokens", "cancelled", "max_tokens"]
+    assert [[step[i] for step in steps if step[i] is not None] for i in range(3)] == [
+        lane.tokens for lane in lanes
+    ]
+    assert [len(lane.tokens) for lane in lanes] == [2, 4, 9]
+    with pytest.raises(ConfigError, match="on_step"):
+        model.generate_batch([PROMPT], configs[0], lambda lanes: [3])
+
+
+def test_overlapping_calls_are_refused_and_disturb_nothing(model: Model) -> None:
+    config = GenerateConfig(max_tokens=40, ignore_eos=True)
+    expected = model.generate(PROMPT, config).tokens
+    inside, go_on = threading.Event(), threading.Event()
+    result: list[list[int]] = []
+
+    def wait(token: int, position: int) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    worker = threading.Thread(
+        target=lambda: result.append(model.generate_stream(PROMPT, config, wait).tokens)
+    )
+    worker.start()
+    assert inside.wait(60)
+    with pytest.raises(ModelBusyError):
+        model.generate(PROMPT, config)
+    with pytest.raises(ModelBusyError):
+        model.logits(PROMPT)
+    assert model.step_counter > 0  # life signs are readable meanwhile
+    go_on.set()
+    worker.join(60)
+    assert result == [expected]
+
+
+def test_closing_during_a_call_lets_it_finish_and_later_use_is_refused(path: Path) -> None:
+    model = Model(path)
+    config = GenerateConfig(max_tokens=5, ignore_eos=True)
+    finished = model.generate_stream(PROMPT, config, lambda token, position: model.close())
+    assert len(finished.tokens) == 5
+    for use in (lambda: model.generate(PROMPT, config), lambda: model.step_counter, lambda: model.config):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_loading_refuses_by_name(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArtifactError, match="nowhere"):
+        Model(tmp_path / "nowhere.tinyloop")
+    with pytest.raises(LimitError, match="max_seq_len"):
+        Model(path, max_seq_len=513)
+    with pytest.raises(BackendUnavailable, match="portable"):
+        Model(path, simd="sse9")
+    with pytest.raises(BackendUnavailable, match="device"):
+        Model(path, device="cuda")
+    monkeypatch.setenv("TINYLOOP_THREADS", "many")
+    with pytest.raises(ConfigError, match="TINYLOOP_THREADS"):
+        Model(path)
+    monkeypatch.setenv("TINYLOOP_THREADS", "3")
+    with Model(path) as model:
+        assert model.threads == 3
+    with Model(path, threads=1, max_seq_len=64) as model:
+        assert model.threads == 1 and model.max_seq_len == 64
+
+
+def test_inspect_tells_what_the_file_holds(path: Path, model: Model) -> None:
+    found = inspect_artifact(path)
+    assert found["config"]["n_core"] == 2 and found["config"] == model.config
+    assert found["file_bytes"] == path.stat().st_size and found["fingerprint"] == model.fingerprint
+    assert found["parameters"] == model.parameters
+    assert {t["name"] for t in found["tensors"]} == set(artifact.expected_tensors(models.FAMILY[NAME]))
+    changed = path.with_name("changed.tinyloop")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    changed.write_bytes(content)
+    assert inspect_artifact(changed)["fingerprint"] != found["fingerprint"]
+
+
+def test_errors_survive_a_process_boundary() -> None:
+    error = LimitError("no", field="loops", value="9", accepted="1 to 8")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), copy.field, copy.accepted, str(copy)) == (LimitError, "loops", "1 to 8", "no")
