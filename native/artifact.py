@@ -74,6 +74,7 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
     ConfigField("qk_norm", "bool", "per-head RMSNorm of q and k before RoPE", default=False),
     ConfigField("qk_bias", "bool", "bias of q and k", default=False),
     ConfigField("v_bias", "bool", "bias of v", default=False),
+    ConfigField("exit_gate", "bool", "has a gate that says after each loop how likely it is the last", default=False),
     ConfigField("tied_head", "bool", "the head is embed.weight"),
     ConfigField("embed_scale", "float", "factor of the embeddings", default=1.0, low=-1e6, high=1e6),
     ConfigField("logit_scale", "float", "factor of the logits", default=1.0, low=-1e6, high=1e6),
@@ -184,6 +185,8 @@ def expected_tensors(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]
     if c["injection"] == "concat":
         shapes["inject.weight"] = (width, 2 * width)
     shapes |= {f"{name}.weight": (width,) for name in ("loop_norm", "core_norm", "final_norm") if c[name]}
+    if c["exit_gate"]:
+        shapes |= {"exit_gate.weight": (1, width), "exit_gate.bias": (1,)}
     if not c["tied_head"]:
         shapes["head.weight"] = (vocab, width)
     return shapes

@@ -211,6 +211,7 @@ ModelConfig parse_config(std::string_view text) {
     c.qk_norm = in.flag("qk_norm", &no);
     c.qk_bias = in.flag("qk_bias", &no);
     c.v_bias = in.flag("v_bias", &no);
+    c.exit_gate = in.flag("exit_gate", &no);
     c.tied_head = in.flag("tied_head");
     c.embed_scale = in.real("embed_scale", -1e6, 1e6, &one);
     c.logit_scale = in.real("logit_scale", -1e6, 1e6, &one);
@@ -232,6 +233,8 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> expected_tensors(const
     if (c.loop_norm) out.push_back({"loop_norm.weight", {d}});
     if (c.core_norm) out.push_back({"core_norm.weight", {d}});
     if (c.injection == TL_INJECT_CONCAT) out.push_back({"inject.weight", {d, 2 * d}});
+    if (c.exit_gate) out.push_back({"exit_gate.weight", {1, d}});
+    if (c.exit_gate) out.push_back({"exit_gate.bias", {1}});
     const bool before = c.norm != TL_NORM_POST, after = c.norm != TL_NORM_PRE;
     const std::pair<const char*, int> parts[] = {{"prelude", c.n_prelude}, {"core", c.n_core}, {"coda", c.n_coda}};
     for (auto [part, count] : parts)

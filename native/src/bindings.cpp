@@ -71,9 +71,52 @@ std::vector<Tokens> sequences_of(const std::string& field, const py::handle& seq
     return out;
 }
 
+// A grammar in Python (grammar.py): `start()` gives a state with `allowed(words: memoryview of u32)`, `accept(token)`,
+// `finished()`. Called with the GIL taken for each; its errors pass through the call.
+class PyGrammarState : public GrammarState {
+public:
+    PyGrammarState(py::object state, size_t words) : state_(std::move(state)), words_(words) {}
+    ~PyGrammarState() override {
+        py::gil_scoped_acquire held;
+        state_ = py::object();
+    }
+    void allowed(uint32_t* words) override {
+        py::gil_scoped_acquire held;
+        state_.attr("allowed")(py::memoryview::from_memory(words, static_cast<py::ssize_t>(words_ * sizeof(uint32_t))));
+    }
+    void accept(int32_t token) override {
+        py::gil_scoped_acquire held;
+        state_.attr("accept")(token);
+    }
+    bool finished() override {
+        py::gil_scoped_acquire held;
+        return state_.attr("finished")().cast<bool>();
+    }
+
+private:
+    py::object state_;
+    size_t words_;
+};
+
+// Keeps the Python grammar alive however the config is copied; the last copy may go without the GIL held.
+Grammar grammar_of(const py::object& grammar) {
+    if (grammar.is_none()) return {};
+    if (!py::hasattr(grammar, "start") || !py::hasattr(grammar, "vocab_size")) refuse(ErrorKind::config, "grammar", py::repr(grammar), "a Grammar or None");
+    const size_t words = (grammar.attr("vocab_size").cast<size_t>() + 31) / 32;
+    std::shared_ptr<py::object> shared(new py::object(grammar), [](py::object* object) {
+        py::gil_scoped_acquire held;
+        delete object;
+    });
+    return [shared, words]() -> std::unique_ptr<GrammarState> {
+        py::gil_scoped_acquire held;
+        return std::make_unique<PyGrammarState>(shared->attr("start")(), words);
+    };
+}
+
 GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, double temperature, const py::int_& top_k, double top_p, double min_p,
-                           double repetition_penalty, const py::int_& seed, const py::object& stop_sequences, const std::string& cache_mode,
-                           const py::int_& cache_window, const py::int_& beam_size, bool ignore_eos) {
+                           double repetition_penalty, const py::int_& seed, const py::object& stop_sequences, const py::object& grammar,
+                           const std::string& cache_mode, const py::int_& cache_window, const py::int_& beam_size, double length_penalty,
+                           double exit_threshold, bool ignore_eos) {
     GenerateConfig c;
     c.loops = narrow<int>("loops", loops);
     c.max_tokens = narrow<int>("max_tokens", max_tokens);
@@ -84,16 +127,26 @@ GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, do
     c.repetition_penalty = repetition_penalty;
     c.seed = narrow<uint64_t>("seed", seed);
     c.stop_sequences = sequences_of("stop_sequences", stop_sequences);
+    c.grammar = grammar_of(grammar);
     c.cache_mode = cache_mode;
     c.cache_window = narrow<int>("cache_window", cache_window);
     c.beam_size = narrow<int>("beam_size", beam_size);
+    c.length_penalty = length_penalty;
+    c.exit_threshold = exit_threshold;
     c.ignore_eos = ignore_eos;
     return c;
 }
 
+SpeculativeConfig make_speculative(const py::int_& draft_loops, const py::int_& verify_loops, const py::int_& draft_ahead, const py::int_& branches) {
+    return {narrow<int>("draft_loops", draft_loops), narrow<int>("verify_loops", verify_loops), narrow<int>("draft_ahead", draft_ahead),
+            narrow<int>("branches", branches)};
+}
+
 py::dict stats_dict(const GenerateStats& s) {
     return py::dict("prefill_ms"_a = s.prefill_ms, "first_token_ms"_a = s.first_token_ms, "decode_ms"_a = s.decode_ms, "stop_reason"_a = s.stop_reason,
-                    "prompt_tokens"_a = s.prompt_tokens, "generated_tokens"_a = s.generated_tokens, "loops"_a = s.loops, "cache_bytes"_a = s.cache_bytes);
+                    "prompt_tokens"_a = s.prompt_tokens, "generated_tokens"_a = s.generated_tokens, "loops"_a = s.loops,
+                    "prefix_tokens"_a = s.prefix_tokens, "loops_skipped"_a = s.loops_skipped, "drafted"_a = s.drafted, "accepted"_a = s.accepted,
+                    "mean_loops"_a = s.mean_loops, "grammar_ms"_a = s.grammar_ms, "cache_bytes"_a = s.cache_bytes);
 }
 
 // Ctrl-C reaches a long call at its next token.
@@ -103,6 +156,15 @@ void check_signals() {
 
 // A callback's None means go on; any other answer is its truth.
 bool goes_on(const py::object& answer) { return answer.is_none() || answer.cast<bool>(); }
+
+// `on_token` must outlive the callback.
+TokenCallback callback_of(const py::object& on_token) {
+    return [&on_token](int32_t token, int position) {
+        py::gil_scoped_acquire held;
+        check_signals();
+        return on_token.is_none() || goes_on(on_token(token, position));
+    };
+}
 
 class PyModel {
 public:
@@ -122,13 +184,17 @@ public:
     Generation stream(const py::object& prompt, const GenerateConfig& config, const py::object& on_token) const {
         const std::shared_ptr<Model> model = get();
         const Tokens tokens = tokens_of("prompt", prompt);
-        const TokenCallback callback = [&](int32_t token, int position) {
-            py::gil_scoped_acquire held;
-            check_signals();
-            return on_token.is_none() || goes_on(on_token(token, position));
-        };
+        const TokenCallback callback = callback_of(on_token);
         py::gil_scoped_release released;
         return generate_stream(model.get(), tokens.data(), tokens.size(), config, callback);
+    }
+
+    Generation speculative(const py::object& prompt, const SpeculativeConfig& speculative, const GenerateConfig& config, const py::object& on_token, bool tree) const {
+        const std::shared_ptr<Model> model = get();
+        const Tokens tokens = tokens_of("prompt", prompt);
+        const TokenCallback callback = callback_of(on_token);
+        py::gil_scoped_release released;
+        return (tree ? generate_tree_speculative : generate_speculative)(model.get(), tokens.data(), tokens.size(), speculative, config, callback);
     }
 
     std::vector<Generation> batch(const py::object& prompts, const py::object& config, const py::object& on_step) const {
@@ -155,14 +221,14 @@ public:
         return generate_batch(model.get(), tokens, configs, callback);
     }
 
-    py::array_t<float> all_logits(const py::object& tokens_object, const py::int_& loops) const {
+    py::array_t<float> all_logits(const py::object& tokens_object, const py::int_& loops, const std::string& cache_mode, const py::int_& cache_window) const {
         const std::shared_ptr<Model> model = get();
         const Tokens tokens = tokens_of("tokens", tokens_object);
-        const int asked = narrow<int>("loops", loops);
+        const int asked = narrow<int>("loops", loops), window = narrow<int>("cache_window", cache_window);
         std::vector<float> out;
         {
             py::gil_scoped_release released;
-            out = logits(model.get(), tokens.data(), tokens.size(), asked);
+            out = logits(model.get(), tokens.data(), tokens.size(), asked, cache_mode, window);
         }
         return py::array_t<float>({tokens.size(), static_cast<size_t>(artifact(model.get()).config.vocab_size)}, out.data());
     }
@@ -170,6 +236,81 @@ public:
 private:
     std::shared_ptr<Model> model_;
 };
+
+// A handle and the model it belongs to, which it keeps alive. Free: the engine's function that frees it.
+template <class Handle, void (*Free)(Handle*)>
+class PyHandle {
+public:
+    PyHandle(std::shared_ptr<Model> model, Handle* handle) : model_(std::move(model)), handle_(handle, Free) {}
+
+    std::shared_ptr<Handle> get() const {
+        if (!handle_) refuse(ErrorKind::closed, "handle", "closed", "a handle that is open");
+        return handle_;
+    }
+    void close() { handle_.reset(); }
+    void keep(std::shared_ptr<Model> model) { model_ = std::move(model); }
+
+private:
+    std::shared_ptr<Model> model_;  // freed after the handle
+    std::shared_ptr<Handle> handle_;
+};
+
+using PyPrefix = PyHandle<PrefixCache, free_prefix_cache>;
+using PyPool = PyHandle<PrefixPool, free_prefix_pool>;
+using PyResume = PyHandle<ResumeHandle, free_resume_handle>;
+
+PyPrefix make_prefix(const PyModel& owner, const py::object& tokens_object, const py::int_& n_loops, const std::string& cache_mode, double exit_threshold) {
+    const std::shared_ptr<Model> model = owner.get();
+    const Tokens tokens = tokens_of("tokens", tokens_object);
+    const int loops = narrow<int>("n_loops", n_loops);
+    py::gil_scoped_release released;
+    return PyPrefix(model, create_prefix_cache(model.get(), tokens.data(), tokens.size(), loops, cache_mode, exit_threshold));
+}
+
+Generation from_prefix(const PyModel& owner, const PyPrefix& prefix, const py::object& suffix, const GenerateConfig& config, const py::object& on_token) {
+    const std::shared_ptr<Model> model = owner.get();
+    const std::shared_ptr<PrefixCache> handle = prefix.get();
+    const Tokens tokens = tokens_of("suffix", suffix);
+    const TokenCallback callback = callback_of(on_token);
+    py::gil_scoped_release released;
+    return generate_from_prefix_cache(model.get(), handle.get(), tokens.data(), tokens.size(), config, callback);
+}
+
+void add_prefix(PyPool& pool, const PyModel& owner, const py::object& tokens_object, const py::int_& n_loops, const std::string& cache_mode) {
+    const std::shared_ptr<Model> model = owner.get();
+    const std::shared_ptr<PrefixPool> handle = pool.get();
+    const Tokens tokens = tokens_of("tokens", tokens_object);
+    const int loops = narrow<int>("n_loops", n_loops);
+    py::gil_scoped_release released;
+    register_prefix(handle.get(), model.get(), tokens.data(), tokens.size(), loops, cache_mode);
+    pool.keep(model);
+}
+
+Generation with_pool(const PyModel& owner, const PyPool& pool, const py::object& prompt, const GenerateConfig& config, const py::object& on_token) {
+    const std::shared_ptr<Model> model = owner.get();
+    const std::shared_ptr<PrefixPool> handle = pool.get();
+    const Tokens tokens = tokens_of("prompt", prompt);
+    const TokenCallback callback = callback_of(on_token);
+    py::gil_scoped_release released;
+    return generate_with_pool(model.get(), handle.get(), tokens.data(), tokens.size(), config, callback);
+}
+
+PyResume make_resume(const PyModel& owner, const py::object& prompt, const py::int_& loops_used_, const std::string& cache_mode, const py::int_& cache_window) {
+    const std::shared_ptr<Model> model = owner.get();
+    const Tokens tokens = tokens_of("prompt", prompt);
+    const int loops = narrow<int>("loops_used", loops_used_), window = narrow<int>("cache_window", cache_window);
+    py::gil_scoped_release released;
+    return PyResume(model, create_resume_handle(model.get(), tokens.data(), tokens.size(), loops, cache_mode, window));
+}
+
+Generation resume(const PyModel& owner, const PyResume& resumed, const py::int_& loops, const GenerateConfig& config, const py::object& on_token) {
+    const std::shared_ptr<Model> model = owner.get();
+    const std::shared_ptr<ResumeHandle> handle = resumed.get();
+    const int wanted = narrow<int>("loops", loops);
+    const TokenCallback callback = callback_of(on_token);
+    py::gil_scoped_release released;
+    return resume_generate(model.get(), handle.get(), wanted, config, callback);
+}
 
 py::dict metadata_dict(const ArtifactInfo& info) {
     py::dict out;
@@ -198,8 +339,8 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<GenerateConfig>(m, "GenerateConfig")
         .def(py::init(&make_config), py::kw_only(), "loops"_a = 0, "max_tokens"_a = 128, "temperature"_a = 0.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
-             "repetition_penalty"_a = 1.0, "seed"_a = 0, "stop_sequences"_a = py::tuple(), "cache_mode"_a = "fp16", "cache_window"_a = 0, "beam_size"_a = 1,
-             "ignore_eos"_a = false)
+             "repetition_penalty"_a = 1.0, "seed"_a = 0, "stop_sequences"_a = py::tuple(), "grammar"_a = py::none(), "cache_mode"_a = "fp16", "cache_window"_a = 0,
+             "beam_size"_a = 1, "length_penalty"_a = 1.0, "exit_threshold"_a = 0.0, "ignore_eos"_a = false)
         .def_readonly("loops", &GenerateConfig::loops)
         .def_readonly("max_tokens", &GenerateConfig::max_tokens)
         .def_readonly("temperature", &GenerateConfig::temperature)
@@ -212,7 +353,16 @@ PYBIND11_MODULE(_core, m) {
         .def_readonly("cache_mode", &GenerateConfig::cache_mode)
         .def_readonly("cache_window", &GenerateConfig::cache_window)
         .def_readonly("beam_size", &GenerateConfig::beam_size)
+        .def_readonly("length_penalty", &GenerateConfig::length_penalty)
+        .def_readonly("exit_threshold", &GenerateConfig::exit_threshold)
         .def_readonly("ignore_eos", &GenerateConfig::ignore_eos);
+
+    py::class_<SpeculativeConfig>(m, "SpeculativeConfig")
+        .def(py::init(&make_speculative), py::kw_only(), "draft_loops"_a = 2, "verify_loops"_a = 0, "draft_ahead"_a = 4, "branches"_a = 2)
+        .def_readonly("draft_loops", &SpeculativeConfig::draft_loops)
+        .def_readonly("verify_loops", &SpeculativeConfig::verify_loops)
+        .def_readonly("draft_ahead", &SpeculativeConfig::draft_ahead)
+        .def_readonly("branches", &SpeculativeConfig::branches);
 
     py::class_<GenerateStats>(m, "GenerateStats")
         .def_readonly("prefill_ms", &GenerateStats::prefill_ms)
@@ -222,10 +372,33 @@ PYBIND11_MODULE(_core, m) {
         .def_readonly("prompt_tokens", &GenerateStats::prompt_tokens)
         .def_readonly("generated_tokens", &GenerateStats::generated_tokens)
         .def_readonly("loops", &GenerateStats::loops)
+        .def_readonly("prefix_tokens", &GenerateStats::prefix_tokens)
+        .def_readonly("loops_skipped", &GenerateStats::loops_skipped)
+        .def_readonly("drafted", &GenerateStats::drafted)
+        .def_readonly("accepted", &GenerateStats::accepted)
+        .def_readonly("mean_loops", &GenerateStats::mean_loops)
+        .def_readonly("grammar_ms", &GenerateStats::grammar_ms)
         .def_readonly("cache_bytes", &GenerateStats::cache_bytes)
         .def("asdict", &stats_dict);
 
-    py::class_<Generation>(m, "Generation").def_readonly("tokens", &Generation::tokens).def_readonly("stats", &Generation::stats);
+    py::class_<Generation>(m, "Generation")
+        .def_readonly("tokens", &Generation::tokens)
+        .def_readonly("stats", &Generation::stats)
+        .def_property_readonly("beams", [](const Generation& self) {
+            py::list out;
+            for (const Beam& beam : self.beams) out.append(py::make_tuple(beam.tokens, beam.score));
+            return out;
+        });
+
+    py::class_<PyPrefix>(m, "PrefixCache")
+        .def("close", &PyPrefix::close)
+        .def_property_readonly("tokens", [](const PyPrefix& self) { return prefix_tokens(self.get().get()); })
+        .def_property_readonly("bytes", [](const PyPrefix& self) { return handle_bytes(self.get().get()); });
+
+    py::class_<PyResume>(m, "ResumeHandle")
+        .def("close", &PyResume::close)
+        .def_property_readonly("loops_used", [](const PyResume& self) { return loops_used(self.get().get()); })
+        .def_property_readonly("bytes", [](const PyResume& self) { return handle_bytes(self.get().get()); });
 
     py::class_<PyModel>(m, "Model")
         .def(py::init([](const py::object& path, const py::int_& max_seq_len, const py::int_& threads, const std::string& simd, const py::int_& prefill_chunk,
@@ -238,12 +411,27 @@ PYBIND11_MODULE(_core, m) {
              "prompt"_a, "config"_a)
         .def("generate_stream", &PyModel::stream, "prompt"_a, "config"_a, "on_token"_a)
         .def("generate_batch", &PyModel::batch, "prompts"_a, "config"_a, "on_step"_a = py::none())
-        .def("logits", &PyModel::all_logits, "tokens"_a, "loops"_a = 0)
-        .def("cache_bytes",
-             [](const PyModel& self, const py::int_& tokens, const std::string& mode, const py::int_& loops) {
-                 return cache_bytes(self.get().get(), narrow<int>("tokens", tokens), mode, narrow<int>("loops", loops));
+        .def("generate_speculative",
+             [](const PyModel& self, const py::object& prompt, const SpeculativeConfig& speculative, const GenerateConfig& config, const py::object& on_token) {
+                 return self.speculative(prompt, speculative, config, on_token, false);
              },
-             "tokens"_a, "cache_mode"_a = "fp16", "loops"_a = 0)
+             "prompt"_a, "speculative"_a, "config"_a, "on_token"_a = py::none())
+        .def("generate_tree_speculative",
+             [](const PyModel& self, const py::object& prompt, const SpeculativeConfig& speculative, const GenerateConfig& config, const py::object& on_token) {
+                 return self.speculative(prompt, speculative, config, on_token, true);
+             },
+             "prompt"_a, "speculative"_a, "config"_a, "on_token"_a = py::none())
+        .def("create_prefix_cache", &make_prefix, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = "fp16", "exit_threshold"_a = 0.0)
+        .def("generate_from_prefix_cache", &from_prefix, "prefix"_a, "suffix"_a, "config"_a, "on_token"_a = py::none())
+        .def("generate_with_pool", &with_pool, "pool"_a, "prompt"_a, "config"_a, "on_token"_a = py::none())
+        .def("create_resume_handle", &make_resume, "prompt"_a, "loops_used"_a, "cache_mode"_a = "fp16", "cache_window"_a = 0)
+        .def("resume_generate", &resume, "handle"_a, "loops"_a, "config"_a, "on_token"_a = py::none())
+        .def("logits", &PyModel::all_logits, "tokens"_a, "loops"_a = 0, "cache_mode"_a = "fp16", "cache_window"_a = 0)
+        .def("cache_bytes",
+             [](const PyModel& self, const py::int_& tokens, const std::string& mode, const py::int_& loops, const py::int_& window) {
+                 return cache_bytes(self.get().get(), narrow<int>("tokens", tokens), mode, narrow<int>("loops", loops), narrow<int>("cache_window", window));
+             },
+             "tokens"_a, "cache_mode"_a = "fp16", "loops"_a = 0, "cache_window"_a = 0)
         .def("close", &PyModel::close)
         .def_property_readonly("metadata", [](const PyModel& self) { return metadata_dict(artifact(self.get().get())); })
         .def_property_readonly("fingerprint", [](const PyModel& self) { return artifact(self.get().get()).fingerprint; })
@@ -253,6 +441,13 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("device", [](const PyModel& self) { return device_level(self.get().get()); })
         .def_property_readonly("weight_bytes", [](const PyModel& self) { return weight_bytes(self.get().get()); })
         .def_property_readonly("step_counter", [](const PyModel& self) { return step_counter(self.get().get()); });
+
+    py::class_<PyPool>(m, "PrefixPool")
+        .def(py::init([](const py::int_& capacity) { return std::make_unique<PyPool>(nullptr, create_prefix_pool(narrow<int>("capacity", capacity))); }), "capacity"_a)
+        .def("register_prefix", &add_prefix, "model"_a, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = "fp16")
+        .def("close", &PyPool::close)
+        .def("__len__", [](const PyPool& self) { return pool_size(self.get().get()); })
+        .def_property_readonly("bytes", [](const PyPool& self) { return handle_bytes(self.get().get()); });
 
     m.def("inspect_artifact", &inspect, "path"_a);
     m.def("simd_levels", &simd_levels);

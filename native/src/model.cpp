@@ -85,6 +85,8 @@ std::unique_ptr<tl_model, void (*)(tl_model*)> create(const tl_backend& backend,
     desc.loop_norm = artifact.tensor("loop_norm.weight");
     desc.core_norm = artifact.tensor("core_norm.weight");
     desc.final_norm = artifact.tensor("final_norm.weight");
+    desc.exit_gate = artifact.tensor("exit_gate.weight");
+    desc.exit_gate_bias = artifact.tensor("exit_gate.bias");
     const tl_options backend_options{options.threads, options.prefill_chunk, options.simd.c_str()};
     tl_model* model = nullptr;
     tl_status status{};
@@ -101,14 +103,25 @@ void check(int result, const tl_status& status, const std::string& doing) {
 }
 
 Cache::Cache(const tl_backend& backend, tl_model* model, const tl_cache_desc& shape)
-    : cache_(nullptr, backend.cache_destroy), bytes_(backend.cache_bytes(model, &shape)) {
+    : backend_(&backend), model_(model), shape_(shape), cache_(nullptr, backend.cache_destroy), bytes_(backend.cache_bytes(model, &shape)) {
     tl_cache* cache = nullptr;
     tl_status status{};
     check(backend.cache_create(model, &shape, &cache, &status), status, "a cache of " + std::to_string(bytes_) + " bytes");
     cache_.reset(cache);
 }
 
-States::States(const tl_backend& backend, tl_model* model, int count) : states_(nullptr, backend.states_destroy) {
+void Cache::copy_from(const Cache& other, int slots, int loops) {
+    tl_status status{};
+    check(backend_->cache_copy(model_, get(), other.get(), slots, loops, &status), status, "copying a cache");
+}
+
+void Cache::move(int to_slot, int from_slot) {
+    tl_status status{};
+    check(backend_->cache_move(model_, get(), to_slot, from_slot, &status), status, "moving a cache slot");
+}
+
+States::States(const tl_backend& backend, tl_model* model, int count)
+    : bytes_(backend.states_bytes(model, count)), states_(nullptr, backend.states_destroy) {
     tl_states* states = nullptr;
     tl_status status{};
     check(backend.states_create(model, count, &states, &status), status, std::to_string(count) + " saved states");
@@ -122,27 +135,47 @@ Model::Model(const std::string& path, const LoadOptions& options) : backend_(*tl
     handle_ = create(backend_, file, options_);
 }
 
-Cache Model::make_cache(int positions, int loops) const { return Cache(backend_, handle(), {TL_CACHE_FP16, positions, loops}); }
+Cache Model::make_cache(int positions, int loops, int mode, int window) const { return Cache(backend_, handle(), {mode, positions, loops, window}); }
 
-void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows, float* logits) const {
+void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows, float* logits, int32_t* loops_run) const {
     const size_t most = static_cast<size_t>(options_.prefill_chunk);
     for (size_t begin = 0; begin < rows.size(); begin += most) {
         const size_t count = std::min(most, rows.size() - begin);
         tl_status status{};
         check(backend_.forward(handle(), caches.data(), static_cast<int32_t>(caches.size()), states, rows.data() + begin, static_cast<int32_t>(count),
-                               logits, &status),
+                               logits, loops_run ? loops_run + begin : nullptr, &status),
               status, "a forward pass");
         for (size_t i = begin; i < begin + count; ++i)
             if (rows[i].flags & TL_ROW_LOGITS) logits += config().vocab_size;
     }
 }
 
-Model::Call::Call(Model& model) : model_(model) {
+int Model::loops_of(int asked) const {
+    const ModelConfig& c = config();
+    if (asked < 0 || asked > c.max_loops)
+        refuse(ErrorKind::limit, "loops", std::to_string(asked), "0 (the default, " + std::to_string(c.loops) + ") to " + std::to_string(c.max_loops));
+    return asked ? asked : c.loops;
+}
+
+Call::Call(Model& model) : model_(model) {
     if (model.busy_.exchange(true, std::memory_order_acquire))
         refuse(ErrorKind::busy, "model", "in use by another call", "one call at a time: a model is not re-entrant");
 }
 
-Model::Call::~Call() { model_.busy_.store(false, std::memory_order_release); }
+void Call::claim(std::atomic<bool>& busy, const Model* owner, const char* kind) {
+    auto fail = [&](ErrorKind error, const char* value, const char* accepted) {
+        model_.busy_.store(false, std::memory_order_release);  // the destructor does not run when the constructor throws
+        refuse(error, kind, value, accepted);
+    };
+    if (owner && owner != &model_) fail(ErrorKind::mode, "built with another model", "a handle of the model it is used with");
+    if (busy.exchange(true, std::memory_order_acquire)) fail(ErrorKind::busy, "in use by another call", "one call at a time: a handle is not re-entrant");
+    handle_ = &busy;
+}
+
+Call::~Call() {
+    if (handle_) handle_->store(false, std::memory_order_release);
+    model_.busy_.store(false, std::memory_order_release);
+}
 
 std::vector<std::string> simd_levels() {
     std::vector<std::string> names;

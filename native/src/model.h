@@ -17,9 +17,16 @@ class Cache {
 public:
     Cache(const tl_backend& backend, tl_model* model, const tl_cache_desc& shape);
     tl_cache* get() const { return cache_.get(); }
+    const tl_cache_desc& shape() const { return shape_; }
     uint64_t bytes() const { return bytes_; }
+    // Takes slots 0 .. slots-1 of the prelude, the coda and the first `loops` iterations from a cache of the same mode.
+    void copy_from(const Cache& other, int slots, int loops);
+    void move(int to_slot, int from_slot);
 
 private:
+    const tl_backend* backend_;
+    tl_model* model_;
+    tl_cache_desc shape_;
     std::unique_ptr<tl_cache, void (*)(tl_cache*)> cache_;
     uint64_t bytes_;
 };
@@ -28,8 +35,10 @@ class States {
 public:
     States(const tl_backend& backend, tl_model* model, int count);
     tl_states* get() const { return states_.get(); }
+    uint64_t bytes() const { return bytes_; }
 
 private:
+    uint64_t bytes_;
     std::unique_ptr<tl_states, void (*)(tl_states*)> states_;
 };
 
@@ -43,31 +52,45 @@ public:
     const tl_backend& backend() const { return backend_; }
     tl_model* handle() const { return handle_.get(); }
 
-    Cache make_cache(int positions, int loops) const;
+    Cache make_cache(int positions, int loops, int mode = TL_CACHE_FP16, int window = 0) const;
     States make_states(int count) const { return States(backend_, handle(), count); }
 
     // One pass over the rows (backend.h), split where there are more than prefill_chunk. A split never separates rows
     // in a way that breaks the order rule, because it keeps their order.
-    void forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows, float* logits) const;
+    void forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows, float* logits,
+                 int32_t* loops_run = nullptr) const;
 
-    // Held during every call that computes; throws ErrorKind::busy when another call is on.
-    class Call {
-    public:
-        explicit Call(Model& model);
-        ~Call();
-        Call(const Call&) = delete;
-        Call& operator=(const Call&) = delete;
-
-    private:
-        Model& model_;
-    };
+    // The loops of a request, its default resolved; throws ErrorKind::limit.
+    int loops_of(int asked) const;
 
 private:
+    friend class Call;
+
     ArtifactInfo info_;
     LoadOptions options_;
     const tl_backend& backend_;
     std::unique_ptr<tl_model, void (*)(tl_model*)> handle_;
     std::atomic<bool> busy_{false};
+};
+
+// Held during every call that computes, on the model and on the handle it uses; throws ErrorKind::busy when another call is
+// on and ErrorKind::mode when the handle was built with another model.
+class Call {
+public:
+    explicit Call(Model& model);
+    template <class Handle>
+    Call(Model& model, Handle& handle, const char* kind) : Call(model) {
+        claim(handle.busy, handle.model, kind);
+    }
+    ~Call();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+private:
+    void claim(std::atomic<bool>& busy, const Model* owner, const char* kind);
+
+    Model& model_;
+    std::atomic<bool>* handle_ = nullptr;
 };
 
 }  // namespace tinyloop

@@ -53,21 +53,36 @@ Sampler::Sampler(const GenerateConfig& c, int vocab_size)
       seed_(c.seed),
       seen_(static_cast<size_t>(vocab_size)) {}
 
-int32_t Sampler::sample(float* logits, int position) {
+void log_softmax(const float* logits, int n, double* out) {
+    const double top = *std::max_element(logits, logits + n);
+    double total = 0;
+    for (int i = 0; i < n; ++i) total += exp_negative(logits[i] - top);
+    const double offset = top + std::log(total);
+    for (int i = 0; i < n; ++i) out[i] = logits[i] - offset;
+}
+
+void Sampler::penalize(float* logits) const {
+    if (repetition_penalty_ == 1) return;
+    for (size_t id = 0; id < seen_.size(); ++id)
+        if (seen_[id]) logits[id] = logits[id] > 0 ? logits[id] / repetition_penalty_ : logits[id] * repetition_penalty_;
+}
+
+int32_t Sampler::sample(float* logits, int position, const uint32_t* allowed) {
     const int vocab = static_cast<int>(seen_.size());
-    if (repetition_penalty_ != 1)
-        for (int id = 0; id < vocab; ++id)
-            if (seen_[id]) logits[id] = logits[id] > 0 ? logits[id] / repetition_penalty_ : logits[id] * repetition_penalty_;
-    int best = 0;
-    for (int id = 1; id < vocab; ++id)
-        if (logits[id] > logits[best]) best = id;
-    if (temperature_ == 0) return best;
+    auto may = [allowed](int id) { return !allowed || (allowed[id / 32] >> (id % 32) & 1); };
+    penalize(logits);
+    int best = -1;
+    for (int id = 0; id < vocab; ++id)
+        if (may(id) && (best < 0 || logits[id] > logits[best])) best = id;
+    if (temperature_ == 0 || best < 0) return best;
 
     const double top = logits[best];
     candidates_.clear();
-    for (int id = 0; id < vocab; ++id) candidates_.push_back({id, logits[id], exp_negative((logits[id] - top) / temperature_)});
+    for (int id = 0; id < vocab; ++id)
+        if (may(id)) candidates_.push_back({id, logits[id], exp_negative((logits[id] - top) / temperature_)});
+    if (candidates_.size() == 1) return best;
     auto ranks_before = [](const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; };
-    if (top_k_ > 0 && top_k_ < vocab) {
+    if (top_k_ > 0 && top_k_ < static_cast<int>(candidates_.size())) {
         std::nth_element(candidates_.begin(), candidates_.begin() + top_k_ - 1, candidates_.end(), ranks_before);
         candidates_.resize(top_k_);
     }

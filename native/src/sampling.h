@@ -10,6 +10,9 @@ namespace tinyloop {
 // A uniform number in [0, 1) that depends on nothing but its arguments.
 double uniform_draw(uint64_t seed, uint64_t position);
 
+// (n) log-probabilities of logits, in plain arithmetic but for one logarithm.
+void log_softmax(const float* logits, int n, double* out);
+
 // Throws Error(config) naming the field.
 void check_sampling(const GenerateConfig& config);
 
@@ -23,9 +26,13 @@ class Sampler {
 public:
     Sampler(const GenerateConfig& config, int vocab_size);
 
-    void saw(int32_t token) { seen_[static_cast<size_t>(token)] = 1; }
-    // `logits` (vocab_size) is used as work space. `position`: of the token to sample in the whole sequence.
-    int32_t sample(float* logits, int position);
+    // The token is in the sequence now, or (a rejected draft) no longer.
+    void saw(int32_t token) { ++seen_[static_cast<size_t>(token)]; }
+    void unsaw(int32_t token) { --seen_[static_cast<size_t>(token)]; }
+    // `logits` (vocab_size) is used as work space. `position`: of the token to sample in the whole sequence. `allowed`: a
+    // bit per token, or null.
+    int32_t sample(float* logits, int position, const uint32_t* allowed = nullptr);
+    void penalize(float* logits) const;
 
 private:
     struct Candidate {
@@ -38,7 +45,7 @@ private:
     const float repetition_penalty_;
     const int top_k_;
     const uint64_t seed_;
-    std::vector<uint8_t> seen_;         // (vocab_size)
+    std::vector<int32_t> seen_;         // (vocab_size) how often each token is in the sequence
     std::vector<Candidate> candidates_; // work space
 };
 

@@ -24,7 +24,8 @@ enum tl_norm { TL_NORM_PRE = 0, TL_NORM_SANDWICH = 1, TL_NORM_POST = 2, TL_NORM_
 enum tl_injection { TL_INJECT_NONE = 0, TL_INJECT_ADD = 1, TL_INJECT_CONCAT = 2 };
 enum tl_start { TL_START_PRELUDE = 0, TL_START_ZEROS = 1 };
 enum tl_rope { TL_ROPE_HALF = 0, TL_ROPE_INTERLEAVED = 1 };
-enum tl_cache_mode { TL_CACHE_FP16 = 0 };
+/* What a cache keeps of a position: keys and values, or ("h") the layer's normed input, projected again when attended. */
+enum tl_cache_mode { TL_CACHE_FP16 = 0, TL_CACHE_INT8 = 1, TL_CACHE_H_FP16 = 2, TL_CACHE_H_INT8 = 3, TL_CACHE_H_INT4 = 4 };
 enum tl_result { TL_OK = 0, TL_NO_MEMORY = 1, TL_UNAVAILABLE = 2, TL_FAILED = 3 };
 
 typedef struct tl_status {
@@ -59,6 +60,7 @@ typedef struct tl_model_desc {
     tl_tensor head;         /* (vocab_size, d_model); NULL data = tied to embed */
     tl_tensor inject;       /* (d_model, 2 * d_model): [x, e] */
     tl_tensor loop_norm, core_norm, final_norm;
+    tl_tensor exit_gate, exit_gate_bias; /* (1, d_model), (1); NULL data = none */
 } tl_model_desc;
 
 typedef struct tl_options {
@@ -69,23 +71,33 @@ typedef struct tl_options {
 
 typedef struct tl_cache_desc {
     int32_t mode;      /* tl_cache_mode */
-    int32_t positions; /* capacity */
+    int32_t positions; /* capacity without a window */
     int32_t loops;     /* core iterations it can hold */
+    int32_t window;    /* 0: rows see all earlier slots; > 0: the last `window` slots, in a ring of window + max_rows */
 } tl_cache_desc;
 
 enum tl_row_flags {
-    TL_ROW_CODA = 1,  /* run the coda layers after the last loop (writes their K/V) */
-    TL_ROW_LOGITS = 2 /* ... and the head; implies the coda */
+    TL_ROW_CODA = 1,      /* run the coda layers after the last loop (writes their K/V) */
+    TL_ROW_LOGITS = 2,    /* ... and the head; implies the coda */
+    TL_ROW_KEEP_STATE = 4 /* read `state` but leave it as it is */
 };
 
+/* A row sees slots 0 .. base-1 of its cache, and slot base + i for every bit i of `tree`. In a plain sequence slot,
+ * base and position are equal and `tree` is 1, the row itself; in a draft tree the bits are the row and its ancestors. */
 typedef struct tl_row {
     int32_t cache;      /* index into the caches of the call */
-    int32_t position;   /* 0 .. positions-1 */
+    int32_t position;   /* for the rotary embedding */
+    int32_t slot;       /* where its keys and values go */
+    int32_t base;
+    uint64_t tree;
     int32_t token;      /* used when loop_begin == 0 */
     int32_t loop_begin; /* 0: embed the token and run the prelude first; > 0: go on from `state` */
     int32_t loop_end;   /* core iterations loop_begin .. loop_end-1 are run */
     int32_t state;      /* index into the states of the call, or -1: read when loop_begin > 0, written after loop_end */
     uint32_t flags;     /* tl_row_flags */
+    float exit_threshold; /* > 0: stop looping when the exit gate's cumulative probability reaches it, or, in a model
+                             without a gate, when |h(t+1) - h(t)| < exit_threshold * |h(t)|; the slots of the loops left
+                             out are filled from the last one run */
 } tl_row;
 
 typedef struct tl_model tl_model;
@@ -109,10 +121,18 @@ typedef struct tl_backend {
 
     int (*states_create)(tl_model*, int32_t count, tl_states** out, tl_status*);
     void (*states_destroy)(tl_states*);
+    uint64_t (*states_bytes)(const tl_model*, int32_t count);
 
-    /* logits: (number of rows with TL_ROW_LOGITS, vocab_size), in row order. n_rows <= max_rows. */
+    /* Copies slots 0 .. slots-1 (a ring: all of it) of the prelude, the coda and the first `loops` iterations between
+       caches of one mode and window. */
+    int (*cache_copy)(tl_model*, tl_cache* to, const tl_cache* from, int32_t slots, int32_t loops, tl_status*);
+    /* Copies one slot over another in every layer and loop. */
+    int (*cache_move)(tl_model*, tl_cache*, int32_t to_slot, int32_t from_slot, tl_status*);
+
+    /* logits: (number of rows with TL_ROW_LOGITS, vocab_size), in row order. n_rows <= max_rows. loops_run: (n_rows), the
+       loop each row stopped at, or NULL. */
     int (*forward)(tl_model*, tl_cache* const* caches, int32_t n_caches, tl_states* states, const tl_row* rows, int32_t n_rows,
-                   float* logits, tl_status*);
+                   float* logits, int32_t* loops_run, tl_status*);
 } tl_backend;
 
 /* What a plug-in library exports as `tinyloop_backend`. */

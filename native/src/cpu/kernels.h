@@ -16,9 +16,13 @@ namespace tinyloop::cpu {
 inline constexpr int kPanel = 16;
 inline constexpr int pad16(int n) { return (n + 15) & ~15; }
 
+inline constexpr int kInt8 = 3;  // beside tl_dtype: what an int8 cache holds
+
+enum class Put { store, add, go_on };  // c = sum; c += sum; c is where the sum starts
+
 struct Panels {
     const void* data;      // first panel
-    int dtype;             // tl_dtype
+    int dtype;             // tl_dtype or kInt8
     int inputs;            // k: how many of the stored inputs are used
     size_t panel_elements; // distance between panels, in elements
 };
@@ -26,9 +30,9 @@ struct Panels {
 struct Kernels {
     const char* name;
 
-    // c[row(m)][panel * 16 + j] = sum_k a[m][k] * w[panel][k][j]   (add: += the sum), for m < n_rows, panels begin..end.
+    // c[row(m)][panel * 16 + j] = sum_k a[m][k] * w[panel][k][j] (see Put), for m < n_rows, panels begin..end.
     // a: (n_rows, lda); c: rows at stride ldc, row(m) = rows ? rows[m] : m. scratch: 16 * (n_rows + 256) floats.
-    void (*product)(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, bool add,
+    void (*product)(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, Put put,
                     int panel_begin, int panel_end, float* scratch);
 
     // y = x / sqrt(mean(x^2) + eps) * weight; n true elements, x and y padded with zeros to 16.
@@ -37,8 +41,9 @@ struct Kernels {
     void (*add)(const float* x, int n, float* y);
     // gate = silu(gate) * up
     void (*swiglu)(float* gate, const float* up, int n);
-    // Softmax numerators of scores[0..n) * scale in place; scores[n..padded) become 0. Returns the sum.
-    float (*softmax)(float* scores, int n, int padded, float scale);
+    // Softmax numerators of scores[begin..n) * scale in place; the others of scores[0..padded) become 0. Returns the sum.
+    float (*softmax)(float* scores, int begin, int n, int padded, float scale);
+    float (*dot)(const float* a, const float* b, int n);
     void (*scale)(float* x, int n, float factor);
 
     // n elements at stride `stride` (elements), clamped to the finite fp16 range, rounded to nearest even.

@@ -24,6 +24,10 @@ struct V {
     template <int kDtype>
     static V load_as(const char* from) {
         if constexpr (kDtype == TL_F32) return load(reinterpret_cast<const float*>(from));
+        if constexpr (kDtype == kInt8) {
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+            return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+        }
         const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
         const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + 1);
         if constexpr (kDtype == TL_F16) return {_mm256_cvtph_ps(a), _mm256_cvtph_ps(b)};
@@ -60,7 +64,7 @@ V pow2_scale(V p, V t) { return {pow2_scale(p.low, t.low), pow2_scale(p.high, t.
 
 #include "kernels_impl.h"
 
-constexpr Kernels kTable = {"avx2", product, rmsnorm, add, swiglu, softmax, scale, store_fp16};
+constexpr Kernels kTable = {"avx2", product, rmsnorm, add, swiglu, softmax, dot, scale, store_fp16};
 
 }  // namespace
 

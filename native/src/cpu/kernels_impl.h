@@ -9,7 +9,7 @@ constexpr int kChunk = 256;  // inputs per unpacked chunk: 16 KiB of floats, hal
 
 template <int kDtype>
 constexpr size_t element_bytes() {
-    return kDtype == TL_F32 ? 4 : 2;
+    return kDtype == TL_F32 ? 4 : kDtype == kInt8 ? 1 : 2;
 }
 
 // Adds a[m][k] * w[p][k] to kRows x kPanels accumulators, k in order.
@@ -28,12 +28,13 @@ struct Out {
     float* c;
     int ldc;
     const int32_t* rows;
-    bool add;
+    Put mode;
     float* at(int m, int panel) const { return c + static_cast<size_t>(rows ? rows[m] : m) * ldc + panel * kPanel; }
     void put(int m, int panel, V sum) const {
         float* to = at(m, panel);
-        (add ? V::load(to) + sum : sum).store(to);
+        (mode == Put::add ? V::load(to) + sum : sum).store(to);
     }
+    V start(int m, int panel) const { return mode == Put::go_on ? V::load(at(m, panel)) : V::zero(); }
 };
 
 // Few rows: weights are converted in registers, each used by kRows rows.
@@ -43,7 +44,7 @@ void direct(const Panels& w, const float* a, int lda, const Out& out, int m0, in
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-        for (int p = 0; p < kPanels; ++p) sum[m][p] = V::zero();
+        for (int p = 0; p < kPanels; ++p) sum[m][p] = out.start(m0 + m, panel + p);
     const size_t panel_bytes = w.panel_elements * element_bytes<kDtype>();
     tile<kDtype, kRows, kPanels>(static_cast<const char*>(w.data) + panel * panel_bytes, panel_bytes, a + static_cast<size_t>(m0) * lda, lda, w.inputs, sum);
 #pragma GCC unroll 16
@@ -62,22 +63,22 @@ void direct_rows(const Panels& w, const float* a, int lda, const Out& out, int m
 
 // Many rows: a chunk of a panel is unpacked once to floats in L1 and used by all rows; sums wait in `sums` (n_rows, 16).
 template <int kRows>
-void chunk_rows(const float* unpacked, int inputs, const float* a, int lda, float* sums, bool first) {
+void chunk_rows(const float* unpacked, int inputs, const float* a, int lda, float* sums) {
     V sum[kRows][1];
 #pragma GCC unroll 16
-    for (int m = 0; m < kRows; ++m) sum[m][0] = first ? V::zero() : V::load(sums + m * kPanel);
+    for (int m = 0; m < kRows; ++m) sum[m][0] = V::load(sums + m * kPanel);
     tile<TL_F32, kRows, 1>(reinterpret_cast<const char*>(unpacked), 0, a, lda, inputs, sum);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) sum[m][0].store(sums + m * kPanel);
 }
 
 template <int kRows>
-void chunk_any(int n, const float* unpacked, int inputs, const float* a, int lda, float* sums, bool first) {
+void chunk_any(int n, const float* unpacked, int inputs, const float* a, int lda, float* sums) {
     if constexpr (kRows > 0) {
         if (n == kRows)
-            chunk_rows<kRows>(unpacked, inputs, a, lda, sums, first);
+            chunk_rows<kRows>(unpacked, inputs, a, lda, sums);
         else
-            chunk_any<kRows - 1>(n, unpacked, inputs, a, lda, sums, first);
+            chunk_any<kRows - 1>(n, unpacked, inputs, a, lda, sums);
     }
 }
 
@@ -101,6 +102,7 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
     float* sums = scratch + kChunk * kPanel;
     const int tiles = (n_rows + kTile - 1) / kTile;
     for (int panel = begin; panel < end; ++panel) {
+        for (int m = 0; m < n_rows; ++m) out.start(m, panel).store(sums + m * kPanel);
         const char* source = static_cast<const char*>(w.data) + panel * w.panel_elements * element_bytes<kDtype>();
         for (int k0 = 0; k0 < w.inputs; k0 += kChunk) {
             const int inputs = w.inputs - k0 < kChunk ? w.inputs - k0 : kChunk;
@@ -110,7 +112,7 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
             int m = 0;
             for (int t = 0; t < tiles; ++t) {
                 const int n = (n_rows - m + tiles - t - 1) / (tiles - t);
-                chunk_any<kTile>(n, unpacked, inputs, a + static_cast<size_t>(m) * lda + k0, lda, sums + m * kPanel, k0 == 0);
+                chunk_any<kTile>(n, unpacked, inputs, a + static_cast<size_t>(m) * lda + k0, lda, sums + m * kPanel);
                 m += n;
             }
         }
@@ -118,11 +120,12 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
     }
 }
 
-void product(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, bool add, int begin,
+void product(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, Put put, int begin,
              int end, float* scratch) {
-    const Out out{c, ldc, rows, add};
+    const Out out{c, ldc, rows, put};
     switch (w.dtype) {
         case TL_F16: product_as<TL_F16>(w, a, lda, n_rows, out, begin, end, scratch); break;
+        case kInt8: product_as<kInt8>(w, a, lda, n_rows, out, begin, end, scratch); break;
         case TL_BF16: product_as<TL_BF16>(w, a, lda, n_rows, out, begin, end, scratch); break;
         default: product_as<TL_F32>(w, a, lda, n_rows, out, begin, end, scratch);
     }
@@ -184,25 +187,29 @@ void swiglu(float* gate, const float* up, int n) {
     }
 }
 
-float softmax(float* scores, int n, int padded, float factor) {
+float softmax(float* scores, int begin, int n, int padded, float factor) {
     const V by = V::set1(factor);
-    const int full = n / kPanel * kPanel;
-    for (int i = n; i < full + kPanel && i < padded; ++i) scores[i] = scores[0];  // neutral for the maximum
-    V top = V::load(scores) * by;
-    for (int i = 0; i < n; i += kPanel) top = max(top, V::load(scores + i) * by);
+    const int first = begin / kPanel * kPanel, last = (n + kPanel - 1) / kPanel * kPanel;  // the panels that count
+    for (int i = first; i < begin; ++i) scores[i] = scores[begin];  // neutral for the maximum
+    for (int i = n; i < last; ++i) scores[i] = scores[begin];
+    V top = V::load(scores + first) * by;
+    for (int i = first + kPanel; i < last; i += kPanel) top = max(top, V::load(scores + i) * by);
     float lane[kPanel];
     top.store(lane);
     float best = lane[0];
     for (float value : lane) best = value > best ? value : best;
     const V highest = V::set1(best);
+    for (int i = first; i < last; i += kPanel) exp_negative(V::load(scores + i) * by - highest).store(scores + i);
+    for (int i = 0; i < begin; ++i) scores[i] = 0;
+    for (int i = n; i < padded; ++i) scores[i] = 0;
     V sum = V::zero();
-    for (int i = 0; i < n; i += kPanel) {
-        exp_negative(V::load(scores + i) * by - highest).store(scores + i);
-        if (i + kPanel > n)
-            for (int j = n; j < i + kPanel; ++j) scores[j] = 0;
-        sum = sum + V::load(scores + i);
-    }
-    for (int i = (n + kPanel - 1) / kPanel * kPanel; i < padded; i += kPanel) V::zero().store(scores + i);
+    for (int i = first; i < last; i += kPanel) sum = sum + V::load(scores + i);
+    return tree_sum(sum);
+}
+
+float dot(const float* a, const float* b, int n) {
+    V sum = V::zero();
+    for (int i = 0; i < n; i += kPanel) sum = fma(V::load(a + i), V::load(b + i), sum);
     return tree_sum(sum);
 }
 

@@ -29,6 +29,11 @@ struct V {
     template <int kDtype>
     static V load_as(const char* from) {
         if constexpr (kDtype == TL_F32) return load(reinterpret_cast<const float*>(from));
+        if constexpr (kDtype == kInt8) {
+            V v;
+            for (int j = 0; j < kPanel; ++j) v.lane[j] = static_cast<signed char>(from[j]);
+            return v;
+        }
         uint16_t raw[kPanel];
         std::memcpy(raw, from, sizeof raw);
         V v;
@@ -69,7 +74,7 @@ V pow2_scale(V p, V t) {
 
 #include "kernels_impl.h"
 
-constexpr Kernels kTable = {"portable", product, rmsnorm, add, swiglu, softmax, scale, store_fp16};
+constexpr Kernels kTable = {"portable", product, rmsnorm, add, swiglu, softmax, dot, scale, store_fp16};
 
 }  // namespace
 

@@ -98,7 +98,9 @@ Weights::Weights(const tl_model_desc& desc, Pool& pool)
       inject(matrix_of(desc.inject, pool)),
       loop_norm(vector_of(desc.loop_norm)),
       core_norm(vector_of(desc.core_norm)),
-      final_norm(vector_of(desc.final_norm)) {
+      final_norm(vector_of(desc.final_norm)),
+      exit_gate(vector_of({desc.exit_gate.data, desc.exit_gate.dtype, desc.exit_gate.cols, 1})),
+      exit_gate_bias(vector_of(desc.exit_gate_bias)) {
     const int count = desc.n_prelude + desc.n_core + desc.n_coda;
     for (int i = 0; i < count; ++i) layers.push_back(layer_of(desc.layers[i], desc, pool));
 }

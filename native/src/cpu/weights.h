@@ -53,6 +53,7 @@ struct Weights {
     std::vector<LayerWeights> layers;  // prelude, core, coda
     Matrix embed, head, inject;        // head is empty when tied
     Vector loop_norm, core_norm, final_norm;
+    Vector exit_gate, exit_gate_bias;  // (d_model), (1)
 };
 
 }  // namespace tinyloop::cpu
