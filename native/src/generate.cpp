@@ -11,7 +11,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double ms_since(Clock::time_point start) { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); }
+double ms_since(Clock::time_point start) {
+    return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
 
 struct Lane {
     Lane(const Model& model, const std::vector<int32_t>& prompt_, const GenerateConfig& config_, int loops)
@@ -26,9 +28,10 @@ struct Lane {
 
     // Whether the tokens so far end in one of the stop sequences.
     bool ends_in_stop_sequence() const {
-        return std::any_of(config.stop_sequences.begin(), config.stop_sequences.end(), [&](const std::vector<int32_t>& stop) {
-            return stop.size() <= out.tokens.size() && std::equal(stop.rbegin(), stop.rend(), out.tokens.rbegin());
-        });
+        return std::any_of(
+            config.stop_sequences.begin(), config.stop_sequences.end(), [&](const std::vector<int32_t>& stop) {
+                return stop.size() <= out.tokens.size() && std::equal(stop.rbegin(), stop.rend(), out.tokens.rbegin());
+            });
     }
 
     // Takes the next token from `logits` (work space) and says whether the lane stops with it.
@@ -55,7 +58,8 @@ struct Lane {
 int loops_of(const Model& model, int asked) {
     const ModelConfig& c = model.config();
     if (asked < 0 || asked > c.max_loops)
-        refuse(ErrorKind::limit, "loops", std::to_string(asked), "0 (the default, " + std::to_string(c.loops) + ") to " + std::to_string(c.max_loops));
+        refuse(ErrorKind::limit, "loops", std::to_string(asked),
+               "0 (the default, " + std::to_string(c.loops) + ") to " + std::to_string(c.max_loops));
     return asked ? asked : c.loops;
 }
 
@@ -64,10 +68,12 @@ void check_tokens(const Model& model, const std::vector<int32_t>& tokens, const 
     const int vocab = model.config().vocab_size;
     for (size_t i = 0; i < tokens.size(); ++i)
         if (tokens[i] < 0 || tokens[i] >= vocab)
-            refuse(ErrorKind::config, field + "[" + std::to_string(i) + "]", std::to_string(tokens[i]), "a token id from 0 to " + std::to_string(vocab - 1));
+            refuse(ErrorKind::config, field + "[" + std::to_string(i) + "]", std::to_string(tokens[i]),
+                   "a token id from 0 to " + std::to_string(vocab - 1));
 }
 
-void check_lane(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, const std::string& prompt_field) {
+void check_lane(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config,
+                const std::string& prompt_field) {
     check_tokens(model, prompt, prompt_field);
     check_sampling(config);
     loops_of(model, config.loops);
@@ -75,24 +81,36 @@ void check_lane(const Model& model, const std::vector<int32_t>& prompt, const Ge
     const int64_t need = static_cast<int64_t>(prompt.size()) + config.max_tokens;
     if (need > model.options().max_seq_len)
         refuse(ErrorKind::limit, "max_tokens", std::to_string(config.max_tokens),
-               "prompt_len + max_tokens <= max_seq_len, but " + std::to_string(prompt.size()) + " + " + std::to_string(config.max_tokens) + " = " +
-                   std::to_string(need) + " > " + std::to_string(model.options().max_seq_len));
+               "prompt_len + max_tokens <= max_seq_len, but " + std::to_string(prompt.size()) + " + " +
+                   std::to_string(config.max_tokens) + " = " + std::to_string(need) + " > " +
+                   std::to_string(model.options().max_seq_len));
     if (config.cache_mode != "fp16") refuse(ErrorKind::config, "cache_mode", config.cache_mode, "fp16");
-    if (config.cache_window != 0) refuse(ErrorKind::config, "cache_window", std::to_string(config.cache_window), "0: this version keeps the whole context");
-    if (config.beam_size != 1) refuse(ErrorKind::config, "beam_size", std::to_string(config.beam_size), "1: this version has no beam search");
-    for (size_t i = 0; i < config.stop_sequences.size(); ++i) check_tokens(model, config.stop_sequences[i], "stop_sequences[" + std::to_string(i) + "]");
+    if (config.cache_window != 0)
+        refuse(ErrorKind::config, "cache_window", std::to_string(config.cache_window),
+               "0: this version keeps the whole context");
+    if (config.beam_size != 1)
+        refuse(ErrorKind::config, "beam_size", std::to_string(config.beam_size), "1: this version has no beam search");
+    for (size_t i = 0; i < config.stop_sequences.size(); ++i)
+        check_tokens(model, config.stop_sequences[i], "stop_sequences[" + std::to_string(i) + "]");
 }
 
 void check_batch(const std::vector<std::vector<int32_t>>& prompts, const std::vector<GenerateConfig>& configs) {
     if (prompts.empty()) refuse(ErrorKind::config, "prompts", "empty", "at least one prompt");
     if (configs.size() != 1 && configs.size() != prompts.size())
-        refuse(ErrorKind::config, "configs", std::to_string(configs.size()) + " configs", "1 or one per prompt, " + std::to_string(prompts.size()));
+        refuse(ErrorKind::config, "configs", std::to_string(configs.size()) + " configs",
+               "1 or one per prompt, " + std::to_string(prompts.size()));
     const GenerateConfig& first = configs[0];
     for (const GenerateConfig& c : configs) {
-        if (c.cache_window > 0) refuse(ErrorKind::mode, "cache_window", std::to_string(c.cache_window), "0 in a batch: batch and cache_window exclude each other");
-        if (c.beam_size > 1) refuse(ErrorKind::mode, "beam_size", std::to_string(c.beam_size), "1 in a batch: batch and beam search exclude each other");
+        if (c.cache_window > 0)
+            refuse(ErrorKind::mode, "cache_window", std::to_string(c.cache_window),
+                   "0 in a batch: batch and cache_window exclude each other");
+        if (c.beam_size > 1)
+            refuse(ErrorKind::mode, "beam_size", std::to_string(c.beam_size),
+                   "1 in a batch: batch and beam search exclude each other");
         auto shared = [](const char* field, auto value, auto wanted) {
-            if (value != wanted) refuse(ErrorKind::mode, field, std::to_string(value), std::to_string(wanted) + ", as in lane 0: the lanes of a batch share it");
+            if (value != wanted)
+                refuse(ErrorKind::mode, field, std::to_string(value),
+                       std::to_string(wanted) + ", as in lane 0: the lanes of a batch share it");
         };
         shared("loops", c.loops, first.loops);
         shared("temperature", c.temperature, first.temperature);
@@ -100,7 +118,9 @@ void check_batch(const std::vector<std::vector<int32_t>>& prompts, const std::ve
         shared("top_p", c.top_p, first.top_p);
         shared("min_p", c.min_p, first.min_p);
         shared("repetition_penalty", c.repetition_penalty, first.repetition_penalty);
-        if (c.cache_mode != first.cache_mode) refuse(ErrorKind::mode, "cache_mode", c.cache_mode, first.cache_mode + ", as in lane 0: the lanes of a batch share it");
+        if (c.cache_mode != first.cache_mode)
+            refuse(ErrorKind::mode, "cache_mode", c.cache_mode,
+                   first.cache_mode + ", as in lane 0: the lanes of a batch share it");
     }
 }
 
@@ -117,7 +137,9 @@ void guard(F checks) {
 
 // ---------------------------------------------------------------- the loop
 
-tl_row row_of(int lane, int position, int32_t token, int loops, uint32_t flags) { return {lane, position, token, 0, loops, -1, flags}; }
+tl_row row_of(int lane, int position, int32_t token, int loops, uint32_t flags) {
+    return {lane, position, token, 0, loops, -1, flags};
+}
 
 void prefill(const Model& model, Lane& lane, int index, const std::vector<tl_cache*>& caches, float* logits) {
     std::vector<tl_row> rows;
@@ -133,7 +155,8 @@ void run(const Model& model, std::vector<Lane>& lanes, const StepCallback& on_st
     std::vector<Cache> held;
     std::vector<tl_cache*> caches;
     for (Lane& lane : lanes) {
-        held.push_back(model.make_cache(static_cast<int>(lane.prompt.size()) + lane.config.max_tokens, lane.out.stats.loops));
+        held.push_back(
+            model.make_cache(static_cast<int>(lane.prompt.size()) + lane.config.max_tokens, lane.out.stats.loops));
         lane.out.stats.cache_bytes = held.back().bytes();
         caches.push_back(held.back().get());
     }
@@ -168,9 +191,11 @@ void run(const Model& model, std::vector<Lane>& lanes, const StepCallback& on_st
         // A stopped lane stays in the kernel shape: it repeats its last row, and what comes out is dropped.
         for (size_t i = 0; i < lanes.size(); ++i)
             if (step[i] >= 0 && !lanes[i].stopped())
-                rows[i] = row_of(static_cast<int>(i), lanes[i].length() - 1, step[i], lanes[i].out.stats.loops, TL_ROW_LOGITS);
+                rows[i] = row_of(static_cast<int>(i), lanes[i].length() - 1, step[i], lanes[i].out.stats.loops,
+                                 TL_ROW_LOGITS);
             else if (rows[i].flags == 0)  // stopped with its first token: repeat the prompt's last row
-                rows[i] = row_of(static_cast<int>(i), static_cast<int>(lanes[i].prompt.size()) - 1, lanes[i].prompt.back(), lanes[i].out.stats.loops, TL_ROW_LOGITS);
+                rows[i] = row_of(static_cast<int>(i), static_cast<int>(lanes[i].prompt.size()) - 1,
+                                 lanes[i].prompt.back(), lanes[i].out.stats.loops, TL_ROW_LOGITS);
         model.forward(caches, nullptr, rows, logits.data());
     }
     for (Lane& lane : lanes) lane.out.stats.generated_tokens = static_cast<int>(lane.out.tokens.size());
@@ -184,7 +209,8 @@ std::vector<Generation> results(std::vector<Lane>& lanes) {
 
 }  // namespace
 
-Generation generate_stream(Model* model, const int32_t* prompt, size_t prompt_len, const GenerateConfig& config, const TokenCallback& on_token) {
+Generation generate_stream(Model* model, const int32_t* prompt, size_t prompt_len, const GenerateConfig& config,
+                           const TokenCallback& on_token) {
     const std::vector<int32_t> tokens(prompt, prompt + prompt_len);
     const Model::Call call(*model);
     guard([&] { check_lane(*model, tokens, config, "prompt"); });
@@ -192,7 +218,8 @@ Generation generate_stream(Model* model, const int32_t* prompt, size_t prompt_le
     lanes.emplace_back(*model, tokens, config, loops_of(*model, config.loops));
     int position = static_cast<int>(prompt_len);
     StepCallback on_step;
-    if (on_token) on_step = [&](const std::vector<int32_t>& step, std::vector<bool>&) { return on_token(step[0], position++); };
+    if (on_token)
+        on_step = [&](const std::vector<int32_t>& step, std::vector<bool>&) { return on_token(step[0], position++); };
     run(*model, lanes, on_step);
     return std::move(lanes[0].out);
 }
@@ -201,16 +228,18 @@ Generation generate(Model* model, const int32_t* prompt, size_t prompt_len, cons
     return generate_stream(model, prompt, prompt_len, config, {});
 }
 
-std::vector<Generation> generate_batch(Model* model, const std::vector<std::vector<int32_t>>& prompts, const std::vector<GenerateConfig>& configs,
-                                       const StepCallback& on_step) {
+std::vector<Generation> generate_batch(Model* model, const std::vector<std::vector<int32_t>>& prompts,
+                                       const std::vector<GenerateConfig>& configs, const StepCallback& on_step) {
     const Model::Call call(*model);
     auto config_of = [&](size_t i) -> const GenerateConfig& { return configs[configs.size() == 1 ? 0 : i]; };
     guard([&] {
         check_batch(prompts, configs);
-        for (size_t i = 0; i < prompts.size(); ++i) check_lane(*model, prompts[i], config_of(i), "prompts[" + std::to_string(i) + "]");
+        for (size_t i = 0; i < prompts.size(); ++i)
+            check_lane(*model, prompts[i], config_of(i), "prompts[" + std::to_string(i) + "]");
     });
     std::vector<Lane> lanes;
-    for (size_t i = 0; i < prompts.size(); ++i) lanes.emplace_back(*model, prompts[i], config_of(i), loops_of(*model, config_of(i).loops));
+    for (size_t i = 0; i < prompts.size(); ++i)
+        lanes.emplace_back(*model, prompts[i], config_of(i), loops_of(*model, config_of(i).loops));
     run(*model, lanes, on_step);
     return results(lanes);
 }
@@ -223,11 +252,13 @@ std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len
         check_tokens(*model, tokens, "prompt");
         used = loops_of(*model, loops);
         if (tokens.size() > static_cast<size_t>(model->options().max_seq_len))
-            refuse(ErrorKind::limit, "prompt", std::to_string(tokens.size()) + " tokens", "at most max_seq_len = " + std::to_string(model->options().max_seq_len));
+            refuse(ErrorKind::limit, "prompt", std::to_string(tokens.size()) + " tokens",
+                   "at most max_seq_len = " + std::to_string(model->options().max_seq_len));
     });
     const Cache cache = model->make_cache(static_cast<int>(tokens.size()), used);
     std::vector<tl_row> rows;
-    for (size_t p = 0; p < tokens.size(); ++p) rows.push_back(row_of(0, static_cast<int>(p), tokens[p], used, TL_ROW_LOGITS));
+    for (size_t p = 0; p < tokens.size(); ++p)
+        rows.push_back(row_of(0, static_cast<int>(p), tokens[p], used, TL_ROW_LOGITS));
     std::vector<float> out(tokens.size() * static_cast<size_t>(model->config().vocab_size));
     model->forward({cache.get()}, nullptr, rows, out.data());
     return out;
@@ -251,7 +282,9 @@ void free_model(Model* model) { delete model; }
 
 const ArtifactInfo& artifact(const Model* model) { return model->info(); }
 int max_seq_len(const Model* model) { return model->options().max_seq_len; }
-std::string device_level(const Model* model) { return std::string(model->backend().name) + "/" + model->backend().model_level(model->handle()); }
+std::string device_level(const Model* model) {
+    return std::string(model->backend().name) + "/" + model->backend().model_level(model->handle());
+}
 int threads(const Model* model) { return model->options().threads; }
 uint64_t step_counter(const Model* model) { return model->backend().steps(model->handle()); }
 uint64_t weight_bytes(const Model* model) { return model->backend().model_bytes(model->handle()); }

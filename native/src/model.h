@@ -14,27 +14,27 @@ namespace tinyloop {
 void check(int result, const tl_status& status, const std::string& doing);
 
 class Cache {
-public:
+  public:
     Cache(const tl_backend& backend, tl_model* model, const tl_cache_desc& shape);
     tl_cache* get() const { return cache_.get(); }
     uint64_t bytes() const { return bytes_; }
 
-private:
+  private:
     std::unique_ptr<tl_cache, void (*)(tl_cache*)> cache_;
     uint64_t bytes_;
 };
 
 class States {
-public:
+  public:
     States(const tl_backend& backend, tl_model* model, int count);
     tl_states* get() const { return states_.get(); }
 
-private:
+  private:
     std::unique_ptr<tl_states, void (*)(tl_states*)> states_;
 };
 
 class Model {
-public:
+  public:
     Model(const std::string& path, const LoadOptions& options);
 
     const ArtifactInfo& info() const { return info_; }
@@ -48,21 +48,22 @@ public:
 
     // One pass over the rows (backend.h), split where there are more than prefill_chunk. A split never separates rows
     // in a way that breaks the order rule, because it keeps their order.
-    void forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows, float* logits) const;
+    void forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows,
+                 float* logits) const;
 
     // Held during every call that computes; throws ErrorKind::busy when another call is on.
     class Call {
-    public:
+      public:
         explicit Call(Model& model);
         ~Call();
         Call(const Call&) = delete;
         Call& operator=(const Call&) = delete;
 
-    private:
+      private:
         Model& model_;
     };
 
-private:
+  private:
     ArtifactInfo info_;
     LoadOptions options_;
     const tl_backend& backend_;

@@ -15,19 +15,19 @@ void check_sampling(const GenerateConfig& config);
 
 // One lane's sampler.
 //
-// Order: repetition penalty (Keskar et al., arXiv 1909.05858: logits of tokens already in the sequence are divided by it
-// when positive, multiplied when negative), temperature, top-k, top-p (Holtzman et al., arXiv 1904.09751), min-p (Nguyen
-// et al., arXiv 2407.01082), then the inverse of the cumulative distribution over the kept tokens in id order. Equal
-// logits rank by id, so the result never depends on how a sort treats ties.
+// Order: repetition penalty (Keskar et al., arXiv 1909.05858: logits of tokens already in the sequence are divided by
+// it when positive, multiplied when negative), temperature, top-k, top-p (Holtzman et al., arXiv 1904.09751), min-p
+// (Nguyen et al., arXiv 2407.01082), then the inverse of the cumulative distribution over the kept tokens in id order.
+// Equal logits rank by id, so the result never depends on how a sort treats ties.
 class Sampler {
-public:
+  public:
     Sampler(const GenerateConfig& config, int vocab_size);
 
     void saw(int32_t token) { seen_[static_cast<size_t>(token)] = 1; }
     // `logits` (vocab_size) is used as work space. `position`: of the token to sample in the whole sequence.
     int32_t sample(float* logits, int position);
 
-private:
+  private:
     struct Candidate {
         int32_t id;
         float logit;
@@ -38,8 +38,8 @@ private:
     const float repetition_penalty_;
     const int top_k_;
     const uint64_t seed_;
-    std::vector<uint8_t> seen_;         // (vocab_size)
-    std::vector<Candidate> candidates_; // work space
+    std::vector<uint8_t> seen_;          // (vocab_size)
+    std::vector<Candidate> candidates_;  // work space
 };
 
 }  // namespace tinyloop

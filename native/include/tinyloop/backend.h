@@ -99,9 +99,9 @@ typedef struct tl_backend {
     /* The tensors' data is only read during the call. */
     int (*model_create)(const tl_model_desc*, const tl_options*, tl_model** out, tl_status*);
     void (*model_destroy)(tl_model*);
-    uint64_t (*model_bytes)(const tl_model*);          /* weights and work space held by the device */
-    const char* (*model_level)(const tl_model*);       /* "avx2", "sm_90", ... */
-    uint64_t (*steps)(const tl_model*);                /* grows with every layer visit */
+    uint64_t (*model_bytes)(const tl_model*);    /* weights and work space held by the device */
+    const char* (*model_level)(const tl_model*); /* "avx2", "sm_90", ... */
+    uint64_t (*steps)(const tl_model*);          /* grows with every layer visit */
 
     int (*cache_create)(tl_model*, const tl_cache_desc*, tl_cache** out, tl_status*);
     void (*cache_destroy)(tl_cache*);
@@ -111,8 +111,8 @@ typedef struct tl_backend {
     void (*states_destroy)(tl_states*);
 
     /* logits: (number of rows with TL_ROW_LOGITS, vocab_size), in row order. n_rows <= max_rows. */
-    int (*forward)(tl_model*, tl_cache* const* caches, int32_t n_caches, tl_states* states, const tl_row* rows, int32_t n_rows,
-                   float* logits, tl_status*);
+    int (*forward)(tl_model*, tl_cache* const* caches, int32_t n_caches, tl_states* states, const tl_row* rows,
+                   int32_t n_rows, float* logits, tl_status*);
 } tl_backend;
 
 /* What a plug-in library exports as `tinyloop_backend`. */

@@ -47,16 +47,17 @@ int states_create(tl_model* model, int32_t count, tl_states** out, tl_status* st
 }
 void states_destroy(tl_states* states) { delete states; }
 
-int forward(tl_model* model, tl_cache* const* caches, int32_t, tl_states* states, const tl_row* rows, int32_t n_rows, float* logits, tl_status* status) {
+int forward(tl_model* model, tl_cache* const* caches, int32_t, tl_states* states, const tl_row* rows, int32_t n_rows,
+            float* logits, tl_status* status) {
     return guarded(status, [&] {
         model->forward(caches, states, rows, n_rows, logits);
         return TL_OK;
     });
 }
 
-constexpr tl_backend kTable = {TL_BACKEND_ABI, sizeof(tl_backend), "cpu",        model_create,  model_destroy,  model_bytes,
-                               model_level,    steps,              cache_create, cache_destroy, cache_bytes,    states_create,
-                               states_destroy, forward};
+constexpr tl_backend kTable = {TL_BACKEND_ABI, sizeof(tl_backend), "cpu",          model_create, model_destroy,
+                               model_bytes,    model_level,        steps,          cache_create, cache_destroy,
+                               cache_bytes,    states_create,      states_destroy, forward};
 
 }  // namespace
 

@@ -32,12 +32,12 @@ const Kernels* level_of(const char* name) {
 
 // Another library in the process may have switched subnormals off for the calling thread; the bits must not follow.
 class StandardFloatMode {
-public:
+  public:
 #if defined(__x86_64__)
     StandardFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
     ~StandardFloatMode() { _mm_setcsr(saved_); }
 
-private:
+  private:
     unsigned saved_;
 #endif
 };
@@ -47,7 +47,11 @@ private:
 // ---------------------------------------------------------------- cache and states
 
 tl_cache::tl_cache(const tl_model_desc& desc, const tl_cache_desc& shape)
-    : positions(pad16(shape.positions)), head_dim(pad16(desc.head_dim)), n_kv_heads(desc.n_kv_heads), loops(shape.loops), storage(bytes(desc, shape)) {}
+    : positions(pad16(shape.positions)),
+      head_dim(pad16(desc.head_dim)),
+      n_kv_heads(desc.n_kv_heads),
+      loops(shape.loops),
+      storage(bytes(desc, shape)) {}
 
 uint64_t tl_cache::bytes(const tl_model_desc& desc, const tl_cache_desc& shape) {
     const uint64_t slots = uint64_t(desc.n_prelude) + desc.n_coda + uint64_t(shape.loops) * desc.n_core;
@@ -59,10 +63,15 @@ uint16_t* tl_cache::keys(int slot, int kv_head) const {
     return storage.as<uint16_t>() + (static_cast<size_t>(slot) * n_kv_heads + kv_head) * 2 * block;
 }
 
-uint16_t* tl_cache::values(int slot, int kv_head) const { return keys(slot, kv_head) + static_cast<size_t>(positions) * head_dim; }
+uint16_t* tl_cache::values(int slot, int kv_head) const {
+    return keys(slot, kv_head) + static_cast<size_t>(positions) * head_dim;
+}
 
 tl_states::tl_states(int count_, int stride_)
-    : count(count_), stride(stride_), core(static_cast<size_t>(count_) * stride_ * 4), prelude(static_cast<size_t>(count_) * stride_ * 4) {}
+    : count(count_),
+      stride(stride_),
+      core(static_cast<size_t>(count_) * stride_ * 4),
+      prelude(static_cast<size_t>(count_) * stride_ * 4) {}
 
 // ---------------------------------------------------------------- model
 
@@ -96,7 +105,8 @@ tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
 
 uint64_t tl_model::bytes() const {
     uint64_t total = weights_.bytes();
-    for (const Buffer* b : {&x_, &e_, &normed_, &pair_, &qkv_, &attended_, &gate_, &up_, &out_, &angles_, &logits_}) total += b->bytes();
+    for (const Buffer* b : {&x_, &e_, &normed_, &pair_, &qkv_, &attended_, &gate_, &up_, &out_, &angles_, &logits_})
+        total += b->bytes();
     for (const Buffer& b : scratch_) total += b.bytes();
     for (const Buffer& b : scores_) total += b.bytes();
     return total;
@@ -130,7 +140,8 @@ tl_model::Plan tl_model::plan(const Call& call, int step, bool (*wanted)(const t
         if (!wanted(row, step)) continue;
         const int loop = row.loop_begin + step;
         const int at = static_cast<int>(out.rows.size());
-        const bool joins = at > 0 && call.rows[out.rows.back()].cache == row.cache && out.loops.back() == loop && out.groups.back().count < most;
+        const bool joins = at > 0 && call.rows[out.rows.back()].cache == row.cache && out.loops.back() == loop &&
+                           out.groups.back().count < most;
         if (joins)
             ++out.groups.back().count;
         else
@@ -147,13 +158,15 @@ void tl_model::work(const Call& call, int id) {
     begin_core(call, id);
     for (const Plan& plan : call.core) {
         inject(plan, id);
-        for (int i = 0; i < desc.n_core; ++i) layer(call, plan, desc.n_prelude + i, desc.n_prelude + desc.n_coda + i, desc.n_core, id);
+        for (int i = 0; i < desc.n_core; ++i)
+            layer(call, plan, desc.n_prelude + i, desc.n_prelude + desc.n_coda + i, desc.n_core, id);
         norm_in_place(plan, weights_.loop_norm, id);
     }
     save_states(call, id);
     if (call.coda.rows.empty()) return;
     norm_in_place(call.coda, weights_.core_norm, id);
-    for (int i = 0; i < desc.n_coda; ++i) layer(call, call.coda, desc.n_prelude + desc.n_core + i, desc.n_prelude + i, 0, id);
+    for (int i = 0; i < desc.n_coda; ++i)
+        layer(call, call.coda, desc.n_prelude + desc.n_core + i, desc.n_prelude + i, 0, id);
     head(call, id);
 }
 
@@ -165,7 +178,8 @@ void tl_model::embed(const Call& call, int id) {
         float* e = e_.as<float>() + static_cast<size_t>(i) * ldx_;
         if (row.loop_begin > 0) {
             std::memcpy(x, call.states->core.as<float>() + static_cast<size_t>(row.state) * ldx_, sizeof(float) * ldx_);
-            std::memcpy(e, call.states->prelude.as<float>() + static_cast<size_t>(row.state) * ldx_, sizeof(float) * ldx_);
+            std::memcpy(e, call.states->prelude.as<float>() + static_cast<size_t>(row.state) * ldx_,
+                        sizeof(float) * ldx_);
         } else {
             for (int k = 0; k < desc.d_model; ++k) x[k] = weights_.embed.at(row.token, k) * desc.embed_scale;
         }
@@ -206,7 +220,8 @@ void tl_model::inject(const Plan& plan, int id) {
         }
     }
     pool_.barrier();
-    if (desc.injection == TL_INJECT_CONCAT) project(weights_.inject, pair_.as<float>(), 2 * d, plan, nullptr, 0, true, id);
+    if (desc.injection == TL_INJECT_CONCAT)
+        project(weights_.inject, pair_.as<float>(), 2 * d, plan, nullptr, 0, true, id);
 }
 
 // ---------------------------------------------------------------- one layer
@@ -227,8 +242,10 @@ void tl_model::layer(const Call& call, const Plan& plan, int index, int slot, in
     const int n = static_cast<int>(plan.rows.size());
     const auto [begin, end] = share(w.w_gate.panels(), id, pool_.threads());
     float* scratch = scratch_[id].as<float>();
-    kernels->product(w.w_gate.view(), normed_.as<float>(), ldx_, n, gate_.as<float>(), ldf_, nullptr, false, begin, end, scratch);
-    kernels->product(w.w_up.view(), normed_.as<float>(), ldx_, n, up_.as<float>(), ldf_, nullptr, false, begin, end, scratch);
+    kernels->product(w.w_gate.view(), normed_.as<float>(), ldx_, n, gate_.as<float>(), ldf_, nullptr, false, begin, end,
+                     scratch);
+    kernels->product(w.w_up.view(), normed_.as<float>(), ldx_, n, up_.as<float>(), ldf_, nullptr, false, begin, end,
+                     scratch);
     for (int m = 0; m < n && begin < end; ++m) {
         const size_t at = static_cast<size_t>(m) * ldf_ + begin * kPanel;
         kernels->swiglu(gate_.as<float>() + at, up_.as<float>() + at, (end - begin) * kPanel);
@@ -253,7 +270,8 @@ void tl_model::normed_input(const Plan& plan, const Vector& norm, int id) {
 }
 
 // c[m] = w a[m], or x[row m] += w a[m].
-void tl_model::project(const Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc, bool to_x, int id) {
+void tl_model::project(const Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc, bool to_x,
+                       int id) {
     const auto [begin, end] = share(w.panels(), id, pool_.threads());
     const int n = static_cast<int>(plan.rows.size());
     if (begin < end) {
@@ -311,7 +329,8 @@ void tl_model::rotate(float* head, const float* angles) const {
     }
 }
 
-void tl_model::position_and_append(const Call& call, const Plan& plan, const LayerWeights& w, int slot, int slot_per_loop, int id) {
+void tl_model::position_and_append(const Call& call, const Plan& plan, const LayerWeights& w, int slot,
+                                   int slot_per_loop, int id) {
     const int heads = desc.n_heads, kv = desc.n_kv_heads, hd = desc.head_dim;
     const int per_row = heads + 2 * kv;
     const auto [begin, end] = share(static_cast<int>(plan.rows.size()) * per_row, id, pool_.threads());
@@ -333,7 +352,8 @@ void tl_model::position_and_append(const Call& call, const Plan& plan, const Lay
         const int at = slot + plan.loops[m] * slot_per_loop, p = row.position;
         if (is_value) {
             uint16_t* to = cache.values(at, number) + static_cast<size_t>(p) * kPanel;
-            for (int k = 0; k < head_dim_; k += kPanel) kernels->store_fp16(head + k, kPanel, to + static_cast<size_t>(k) * cache.positions, 1);
+            for (int k = 0; k < head_dim_; k += kPanel)
+                kernels->store_fp16(head + k, kPanel, to + static_cast<size_t>(k) * cache.positions, 1);
         } else {
             uint16_t* to = cache.keys(at, number) + static_cast<size_t>(p / kPanel) * head_dim_ * kPanel + p % kPanel;
             kernels->store_fp16(head, head_dim_, to, kPanel);
@@ -361,8 +381,10 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, in
     const int padded = pad16(seen);
     const Panels keys{cache.keys(slot, kv_head), TL_F16, head_dim_, static_cast<size_t>(head_dim_) * kPanel};
     const Panels values{cache.values(slot, kv_head), TL_F16, seen, static_cast<size_t>(cache.positions) * kPanel};
-    const float* q = qkv_.as<float>() + static_cast<size_t>(group.begin) * ldq_ + static_cast<size_t>(kv_head) * queries * head_dim_;
-    float* out = attended_.as<float>() + static_cast<size_t>(group.begin) * lda_ + static_cast<size_t>(kv_head) * queries * head_dim_;
+    const float* q =
+        qkv_.as<float>() + static_cast<size_t>(group.begin) * ldq_ + static_cast<size_t>(kv_head) * queries * head_dim_;
+    float* out = attended_.as<float>() + static_cast<size_t>(group.begin) * lda_ +
+                 static_cast<size_t>(kv_head) * queries * head_dim_;
     float* scores = scores_[id].as<float>();
     float* scratch = scratch_[id].as<float>();
     const float factor = 1.0f / std::sqrt(static_cast<float>(desc.head_dim));
@@ -371,13 +393,15 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, in
     const bool by_head = group.count == 1;
     const int products = by_head ? 1 : queries, rows = by_head ? queries : group.count;
     for (int h = 0; h < products; ++h) {
-        kernels->product(keys, q + h * head_dim_, by_head ? head_dim_ : ldq_, rows, scores, padded, nullptr, false, 0, padded / kPanel, scratch);
+        kernels->product(keys, q + h * head_dim_, by_head ? head_dim_ : ldq_, rows, scores, padded, nullptr, false, 0,
+                         padded / kPanel, scratch);
         float* to = out + h * head_dim_;
         const int ldo = by_head ? head_dim_ : lda_;
         float sums[1024];
         for (int m = 0; m < rows; ++m) {
             const int row = plan.rows[group.begin + (by_head ? 0 : m)];
-            sums[m] = kernels->softmax(scores + static_cast<size_t>(m) * padded, call.rows[row].position + 1, padded, factor);
+            sums[m] =
+                kernels->softmax(scores + static_cast<size_t>(m) * padded, call.rows[row].position + 1, padded, factor);
         }
         kernels->product(values, scores, padded, rows, to, ldo, nullptr, false, 0, head_dim_ / kPanel, scratch);
         for (int m = 0; m < rows; ++m) kernels->scale(to + static_cast<size_t>(m) * ldo, head_dim_, 1.0f / sums[m]);
@@ -391,8 +415,10 @@ void tl_model::save_states(const Call& call, int id) {
     for (int i = begin; i < end; ++i) {
         const int state = call.rows[i].state;
         if (state < 0) continue;
-        std::memcpy(call.states->core.as<float>() + static_cast<size_t>(state) * ldx_, x_.as<float>() + static_cast<size_t>(i) * ldx_, sizeof(float) * ldx_);
-        std::memcpy(call.states->prelude.as<float>() + static_cast<size_t>(state) * ldx_, e_.as<float>() + static_cast<size_t>(i) * ldx_, sizeof(float) * ldx_);
+        std::memcpy(call.states->core.as<float>() + static_cast<size_t>(state) * ldx_,
+                    x_.as<float>() + static_cast<size_t>(i) * ldx_, sizeof(float) * ldx_);
+        std::memcpy(call.states->prelude.as<float>() + static_cast<size_t>(state) * ldx_,
+                    e_.as<float>() + static_cast<size_t>(i) * ldx_, sizeof(float) * ldx_);
     }
     pool_.barrier();
 }
@@ -414,7 +440,9 @@ void tl_model::head(const Call& call, int id) {
         }
         pool_.barrier();
         const auto [p0, p1] = share(matrix.panels(), id, pool_.threads());
-        if (p0 < p1) kernels->product(matrix.view(), normed_.as<float>(), ldx_, n, logits_.as<float>(), ldl, nullptr, false, p0, p1, scratch_[id].as<float>());
+        if (p0 < p1)
+            kernels->product(matrix.view(), normed_.as<float>(), ldx_, n, logits_.as<float>(), ldl, nullptr, false, p0,
+                             p1, scratch_[id].as<float>());
         pool_.barrier();
         for (int m = begin; m < end; ++m) {
             const float* from = logits_.as<float>() + static_cast<size_t>(m) * ldl;

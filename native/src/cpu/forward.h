@@ -28,7 +28,7 @@ struct tl_cache {
 struct tl_states {
     tl_states(int count, int stride);
     const int count;
-    const int stride;               // floats per vector
+    const int stride;                     // floats per vector
     tinyloop::cpu::Buffer core, prelude;  // (count, stride)
 };
 
@@ -42,13 +42,13 @@ struct tl_model {
     const tinyloop::cpu::Kernels* kernels;
     std::atomic<uint64_t> steps{0};
 
-private:
+  private:
     struct Group {  // consecutive rows of one plan with the same cache and loop: they read the same keys
         int begin, count;
     };
-    struct Plan {  // the rows that run a stack of layers together
-        std::vector<int32_t> rows;  // row numbers of the call
-        std::vector<int32_t> loops; // per row: the core iteration, 0 elsewhere
+    struct Plan {                    // the rows that run a stack of layers together
+        std::vector<int32_t> rows;   // row numbers of the call
+        std::vector<int32_t> loops;  // per row: the core iteration, 0 elsewhere
         std::vector<Group> groups;
     };
     struct Call {
@@ -70,10 +70,12 @@ private:
     void layer(const Call& call, const Plan& plan, int index, int slot, int slot_per_loop, int id);
     void attention(const Call& call, const Plan& plan, int slot, int slot_per_loop, int id);
     void attend(const Call& call, const Plan& plan, const Group& group, int slot, int kv_head, int id);
-    void position_and_append(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, int slot, int slot_per_loop, int id);
+    void position_and_append(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, int slot,
+                             int slot_per_loop, int id);
     void residual(const Plan& plan, const tinyloop::cpu::Vector& post_norm, int id);
     void normed_input(const Plan& plan, const tinyloop::cpu::Vector& norm, int id);
-    void project(const tinyloop::cpu::Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc, bool to_x, int id);
+    void project(const tinyloop::cpu::Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc,
+                 bool to_x, int id);
     void norm_in_place(const Plan& plan, const tinyloop::cpu::Vector& weight, int id);
     void save_states(const Call& call, int id);
     void head(const Call& call, int id);
@@ -83,7 +85,8 @@ private:
     tinyloop::cpu::Weights weights_;
     const int max_rows_;
     const int ldx_, head_dim_, ldq_, lda_, ldf_;  // row strides, padded to 16; head_dim_ padded too
-    tinyloop::cpu::Buffer x_, e_, normed_, pair_, qkv_, attended_, gate_, up_, out_, angles_, logits_;  // (max_rows, stride)
+    tinyloop::cpu::Buffer x_, e_, normed_, pair_, qkv_, attended_, gate_, up_, out_, angles_,
+        logits_;                                  // (max_rows, stride)
     std::vector<tinyloop::cpu::Buffer> scratch_;  // per thread, for products
     std::vector<tinyloop::cpu::Buffer> scores_;   // per thread, (kScoreRows, longest cache)
 };

@@ -17,19 +17,20 @@ inline constexpr int kPanel = 16;
 inline constexpr int pad16(int n) { return (n + 15) & ~15; }
 
 struct Panels {
-    const void* data;      // first panel
-    int dtype;             // tl_dtype
-    int inputs;            // k: how many of the stored inputs are used
-    size_t panel_elements; // distance between panels, in elements
+    const void* data;       // first panel
+    int dtype;              // tl_dtype
+    int inputs;             // k: how many of the stored inputs are used
+    size_t panel_elements;  // distance between panels, in elements
 };
 
 struct Kernels {
     const char* name;
 
-    // c[row(m)][panel * 16 + j] = sum_k a[m][k] * w[panel][k][j]   (add: += the sum), for m < n_rows, panels begin..end.
-    // a: (n_rows, lda); c: rows at stride ldc, row(m) = rows ? rows[m] : m. scratch: 16 * (n_rows + 256) floats.
-    void (*product)(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, bool add,
-                    int panel_begin, int panel_end, float* scratch);
+    // c[row(m)][panel * 16 + j] = sum_k a[m][k] * w[panel][k][j]   (add: += the sum), for m < n_rows, panels
+    // begin..end. a: (n_rows, lda); c: rows at stride ldc, row(m) = rows ? rows[m] : m. scratch: 16 * (n_rows + 256)
+    // floats.
+    void (*product)(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows,
+                    bool add, int panel_begin, int panel_end, float* scratch);
 
     // y = x / sqrt(mean(x^2) + eps) * weight; n true elements, x and y padded with zeros to 16.
     void (*rmsnorm)(const float* x, const float* weight, float eps, int n, float* y);
