@@ -9,7 +9,7 @@ setup: ## the package, editable, in .venv
 	@scripts/setup
 
 demo: setup ## a dispatcher and two replicas serve the shipped model; completions at 2, 4 and 8 loops
-	@.venv/bin/tinyloop demo
+	@$(PY) scripts/demo.py
 
 test: ## every test, C++ and Python (ARGS="-k word" reaches pytest)
 	@scripts/setup test

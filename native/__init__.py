@@ -1,7 +1,8 @@
-"""The engine: load a looped model and generate from it in this process. Knows nothing of queues, sockets or processes.
+"""The engine: load a looped model and generate from it in this process. Knows nothing of queues, sockets or
+processes.
 
-    with Model(demo_model_path()) as model:
-        print(model.generate([1, 2, 3], GenerateConfig(loops=4, max_tokens=16)).tokens)
+with Model(demo_model_path()) as model:
+    print(model.generate([1, 2, 3], GenerateConfig(loops=4, max_tokens=16)).tokens)
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ __all__ = [
 class Model(_core.Model):
     """A loaded artifact; a context manager that frees it. Methods and arguments are described in `_core.pyi`.
 
-    Not re-entrant: a call that overlaps another raises `ModelBusyError` and disturbs nothing. `step_counter` may be
-    read from any thread while another computes.
+    Not re-entrant: a call that overlaps another raises `ModelBusyError` and disturbs nothing. `step_counter`
+    may be read from any thread while another computes.
     """
 
     @property

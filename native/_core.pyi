@@ -1,4 +1,6 @@
-"""The compiled core. Shapes in parentheses, times in milliseconds. Every refusal is a class of native/errors.py."""
+"""The compiled core. Shapes in parentheses, times in milliseconds. Every refusal is a class of
+native/errors.py.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,8 +13,8 @@ class GenerateConfig:
     """How to generate. Values are checked when a call uses them, all before any work is done.
 
     loops: core iterations per token, 0 = the artifact's default. temperature: 0 = greedy. top_k: 0 = off.
-    seed: 0 .. 2**64-1; the draw for a position depends on (seed, position) alone. stop_sequences: token sequences;
-    generation ends after the first that the output ends in.
+    seed: 0 .. 2**64-1; the draw for a position depends on (seed, position) alone. stop_sequences: token
+    sequences; generation ends after the first that the output ends in.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class GenerateConfig:
     def ignore_eos(self) -> bool: ...
 
 class GenerateStats:
-    """What one lane cost. first_token_ms counts from the start of the call, prefill_ms is the lane's own prefill."""
+    """What one lane cost. first_token_ms counts from the start of the call, prefill_ms is the lane's own
+    prefill.
+    """
 
     @property
     def prefill_ms(self) -> float: ...
@@ -103,18 +107,23 @@ class Model:
     ) -> None:
         """Maps, validates and packs the artifact.
 
-        max_seq_len: positions, 0 = the artifact's. threads: 0 = TINYLOOP_THREADS, else all usable cores. simd: "auto" or
-        one of simd_levels(). prefill_chunk: the most rows of one forward pass; it changes memory and speed, never bits.
-        Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
+        max_seq_len: positions, 0 = the artifact's. threads: 0 = TINYLOOP_THREADS, else all usable cores.
+        simd: "auto" or one of simd_levels(). prefill_chunk: the most rows of one forward pass; it changes
+        memory and speed,
+        never bits. Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
         """
 
     def generate(self, prompt: Sequence[int], config: GenerateConfig) -> Generation:
-        """All tokens at the end. Raises ConfigError, LimitError, ModelBusyError, ClosedError, OutOfMemoryError."""
+        """All tokens at the end. Raises ConfigError, LimitError, ModelBusyError, ClosedError,
+        OutOfMemoryError.
+        """
 
     def generate_stream(
         self, prompt: Sequence[int], config: GenerateConfig, on_token: Callable[[int, int], bool | None]
     ) -> Generation:
-        """Calls on_token(token, position in the whole sequence) for every token; False cancels after that token."""
+        """Calls on_token(token, position in the whole sequence) for every token; False cancels after that
+        token.
+        """
 
     def generate_batch(
         self,
@@ -124,9 +133,10 @@ class Model:
     ) -> list[Generation]:
         """Static lockstep batch: per-lane prefill in turn, then one token per lane per step.
 
-        config: one for all lanes or one per lane; lanes may differ in seed, max_tokens, stop_sequences, ignore_eos, else
-        ModeError. on_step gets one entry per lane, None for a lane that has stopped; it returns None to go on, False to
-        cancel all lanes, or the numbers of the lanes to cancel.
+        config: one for all lanes or one per lane; lanes may differ in seed, max_tokens, stop_sequences,
+        ignore_eos, else ModeError. on_step gets one entry per lane, None for a lane that has stopped; it
+        returns None to go
+        on, False to cancel all lanes, or the numbers of the lanes to cancel.
         """
 
     def logits(self, tokens: Sequence[int], loops: int = 0) -> npt.NDArray[np.float32]:

@@ -26,7 +26,7 @@ constexpr uint64_t kMaxHeader = 64u << 20;
 // ---------------------------------------------------------------- config
 
 class ConfigReader {
-public:
+  public:
     explicit ConfigReader(const Json& object) : object_(object) {
         if (object.kind != Json::Kind::object) bad("config", "not an object", "a JSON object");
     }
@@ -93,7 +93,7 @@ public:
             if (!taken_.count(name)) bad(field(name.substr(0, 60)), shown(value), "no such key");
     }
 
-private:
+  private:
     static std::string field(const std::string& key) { return "config." + key; }
 
     static std::string short_number(double value) {
@@ -104,12 +104,18 @@ private:
 
     static std::string shown(const Json& value) {
         switch (value.kind) {
-            case Json::Kind::null: return "null";
-            case Json::Kind::boolean: return value.boolean ? "true" : "false";
-            case Json::Kind::number: return value.is_integer ? std::to_string(value.integer) : short_number(value.number);
-            case Json::Kind::string: return "\"" + value.string.substr(0, 60) + "\"";
-            case Json::Kind::array: return "a list";
-            default: return "an object";
+            case Json::Kind::null:
+                return "null";
+            case Json::Kind::boolean:
+                return value.boolean ? "true" : "false";
+            case Json::Kind::number:
+                return value.is_integer ? std::to_string(value.integer) : short_number(value.number);
+            case Json::Kind::string:
+                return "\"" + value.string.substr(0, 60) + "\"";
+            case Json::Kind::array:
+                return "a list";
+            default:
+                return "an object";
         }
     }
 
@@ -154,7 +160,8 @@ std::string hash_bytes(const unsigned char* data, size_t size) {
         low = mix(mix(low, lane), high);
     }
     char text[33];
-    std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(high), static_cast<unsigned long long>(low));
+    std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(high),
+                  static_cast<unsigned long long>(low));
     return text;
 }
 
@@ -189,7 +196,8 @@ ModelConfig parse_config(std::string_view text) {
     c.d_model = in.integer("d_model", 1, 1 << 16);
     c.n_heads = in.integer("n_heads", 1, 1024);
     c.n_kv_heads = in.integer("n_kv_heads", 1, 1024);
-    if (c.n_heads % c.n_kv_heads) bad("config.n_kv_heads", std::to_string(c.n_kv_heads), "a divisor of n_heads = " + std::to_string(c.n_heads));
+    if (c.n_heads % c.n_kv_heads)
+        bad("config.n_kv_heads", std::to_string(c.n_kv_heads), "a divisor of n_heads = " + std::to_string(c.n_heads));
     c.head_dim = in.integer("head_dim", 2, 1024);
     if (c.head_dim % 2) bad("config.head_dim", std::to_string(c.head_dim), "an even number");
     c.d_ffn = in.integer("d_ffn", 1, 1 << 18);
@@ -226,7 +234,8 @@ ModelConfig parse_config(std::string_view text) {
 
 std::vector<std::pair<std::string, std::vector<int64_t>>> expected_tensors(const ModelConfig& c) {
     std::vector<std::pair<std::string, std::vector<int64_t>>> out;
-    const int64_t d = c.d_model, q = int64_t(c.n_heads) * c.head_dim, kv = int64_t(c.n_kv_heads) * c.head_dim, f = c.d_ffn;
+    const int64_t d = c.d_model, q = int64_t(c.n_heads) * c.head_dim, kv = int64_t(c.n_kv_heads) * c.head_dim,
+                  f = c.d_ffn;
     out.push_back({"embed.weight", {c.vocab_size, d}});
     if (!c.tied_head) out.push_back({"head.weight", {c.vocab_size, d}});
     if (c.final_norm) out.push_back({"final_norm.weight", {d}});
@@ -263,7 +272,7 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> expected_tensors(const
 MappedFile::MappedFile(const std::string& path) {
     int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0) bad("path", path, std::string("a readable file (") + std::strerror(errno) + ")");
-    struct stat status {};
+    struct stat status{};
     if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
         ::close(fd);
         bad("path", path, "a regular file");
@@ -275,7 +284,8 @@ MappedFile::MappedFile(const std::string& path) {
     }
     void* mapped = ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd, 0);
     ::close(fd);
-    if (mapped == MAP_FAILED) bad("path", path, std::string("a file that can be mapped (") + std::strerror(errno) + ")");
+    if (mapped == MAP_FAILED)
+        bad("path", path, std::string("a file that can be mapped (") + std::strerror(errno) + ")");
     data_ = static_cast<const unsigned char*>(mapped);
 }
 
@@ -293,8 +303,10 @@ void Artifact::read_header() {
     uint64_t header_bytes = 0;
     for (int i = 7; i >= 0; --i) header_bytes = header_bytes << 8 | file_.data()[i];
     const uint64_t room = std::min<uint64_t>(kMaxHeader, file_.size() - 8);
-    if (header_bytes < 2 || header_bytes > room) bad("header length", std::to_string(header_bytes), "2 to " + std::to_string(room));
-    read_tensors({reinterpret_cast<const char*>(file_.data()) + 8, static_cast<size_t>(header_bytes)}, 8 + static_cast<size_t>(header_bytes));
+    if (header_bytes < 2 || header_bytes > room)
+        bad("header length", std::to_string(header_bytes), "2 to " + std::to_string(room));
+    read_tensors({reinterpret_cast<const char*>(file_.data()) + 8, static_cast<size_t>(header_bytes)},
+                 8 + static_cast<size_t>(header_bytes));
 }
 
 void Artifact::read_tensors(std::string_view header_text, size_t data_begin) {
@@ -312,7 +324,8 @@ void Artifact::read_tensors(std::string_view header_text, size_t data_begin) {
         return value->string;
     };
     if (required("format") != "tinyloop") bad("__metadata__.format", required("format").substr(0, 60), "\"tinyloop\"");
-    if (required("format_version") != "1") bad("__metadata__.format_version", required("format_version").substr(0, 60), "\"1\"");
+    if (required("format_version") != "1")
+        bad("__metadata__.format_version", required("format_version").substr(0, 60), "\"1\"");
     info_.config = parse_config(required("config"));
 
     std::unordered_map<std::string, std::vector<int64_t>> wanted;
@@ -330,14 +343,16 @@ void Artifact::read_tensors(std::string_view header_text, size_t data_begin) {
         auto want = wanted.find(name);
         if (want == wanted.end()) bad(field, "present", "only the tensors that the config asks for");
         for (const auto& [key, value] : entry.members)
-            if (key != "dtype" && key != "shape" && key != "data_offsets") bad(field + "." + key.substr(0, 60), "present", "dtype, shape, data_offsets");
+            if (key != "dtype" && key != "shape" && key != "data_offsets")
+                bad(field + "." + key.substr(0, 60), "present", "dtype, shape, data_offsets");
         const DtypeName& dtype = dtype_of(field, entry.find("dtype"));
 
         const Json* shape_json = entry.find("shape");
         std::vector<int64_t> shape;
         if (shape_json)
             for (const Json& item : shape_json->items) shape.push_back(item.is_integer ? item.integer : -1);
-        if (shape != want->second) bad(field + ".shape", shape_json ? shape_text(shape) : "missing", shape_text(want->second));
+        if (shape != want->second)
+            bad(field + ".shape", shape_json ? shape_text(shape) : "missing", shape_text(want->second));
         uint64_t count = 1;  // no overflow: every expected dimension is bounded by parse_config
         for (int64_t size : shape) count *= static_cast<uint64_t>(size);
 
@@ -346,16 +361,19 @@ void Artifact::read_tensors(std::string_view header_text, size_t data_begin) {
             bad(field + ".data_offsets", "malformed", "two integers");
         const int64_t begin = offsets->items[0].integer, end = offsets->items[1].integer;
         if (begin < 0 || end < begin || static_cast<uint64_t>(end) > data_bytes)
-            bad(field + ".data_offsets", shape_text({begin, end}), "offsets within the file's " + std::to_string(data_bytes) + " data bytes");
+            bad(field + ".data_offsets", shape_text({begin, end}),
+                "offsets within the file's " + std::to_string(data_bytes) + " data bytes");
         if (static_cast<uint64_t>(end - begin) != count * dtype.bytes)
             bad(field + ".data_offsets", shape_text({begin, end}), std::to_string(count * dtype.bytes) + " bytes");
 
         const unsigned char* data = file_.data() + data_begin + begin;
-        if (reinterpret_cast<uintptr_t>(data) % dtype.bytes) bad(field + ".data_offsets", shape_text({begin, end}), "aligned to the element size");
+        if (reinterpret_cast<uintptr_t>(data) % dtype.bytes)
+            bad(field + ".data_offsets", shape_text({begin, end}), "aligned to the element size");
         spans.push_back({static_cast<uint64_t>(begin), static_cast<uint64_t>(end), name});
         info_.tensors.push_back({name, dtype.dtype, shape, static_cast<uint64_t>(end - begin)});
         info_.parameters += count;
-        views_[name] = {data, dtype.dtype, static_cast<int32_t>(shape[0]), shape.size() > 1 ? static_cast<int32_t>(shape[1]) : 1};
+        views_[name] = {data, dtype.dtype, static_cast<int32_t>(shape[0]),
+                        shape.size() > 1 ? static_cast<int32_t>(shape[1]) : 1};
         wanted.erase(want);
     }
     if (!wanted.empty()) {
@@ -366,10 +384,14 @@ void Artifact::read_tensors(std::string_view header_text, size_t data_begin) {
     std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
     uint64_t at = 0;
     for (const Span& span : spans) {
-        if (span.begin != at) bad("tensor " + span.name.substr(0, 60) + ".data_offsets", std::to_string(span.begin), std::to_string(at) + ": no holes, no overlap");
+        if (span.begin != at)
+            bad("tensor " + span.name.substr(0, 60) + ".data_offsets", std::to_string(span.begin),
+                std::to_string(at) + ": no holes, no overlap");
         at = span.end;
     }
-    if (at != data_bytes) bad("file size", std::to_string(file_.size()), std::to_string(data_begin + at) + ": no bytes after the last tensor");
+    if (at != data_bytes)
+        bad("file size", std::to_string(file_.size()),
+            std::to_string(data_begin + at) + ": no bytes after the last tensor");
 }
 
 tl_tensor Artifact::tensor(const std::string& name) const {

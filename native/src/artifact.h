@@ -12,7 +12,7 @@
 namespace tinyloop {
 
 class MappedFile {
-public:
+  public:
     explicit MappedFile(const std::string& path);
     ~MappedFile();
     MappedFile(const MappedFile&) = delete;
@@ -21,7 +21,7 @@ public:
     const unsigned char* data() const { return data_; }
     size_t size() const { return size_; }
 
-private:
+  private:
     const unsigned char* data_ = nullptr;
     size_t size_ = 0;
 };
@@ -32,14 +32,14 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> expected_tensors(const
 ModelConfig parse_config(std::string_view text);
 
 class Artifact {
-public:
+  public:
     explicit Artifact(const std::string& path);
 
     const ArtifactInfo& info() const { return info_; }
     // Rows x cols view into the mapped file; data is null when the model has no tensor of that name.
     tl_tensor tensor(const std::string& name) const;
 
-private:
+  private:
     void read_header();
     void read_tensors(std::string_view header, size_t data_begin);
 

@@ -18,14 +18,22 @@ using Tokens = std::vector<int32_t>;
 
 const char* class_of(ErrorKind kind) {
     switch (kind) {
-        case ErrorKind::artifact: return "ArtifactError";
-        case ErrorKind::config: return "ConfigError";
-        case ErrorKind::limit: return "LimitError";
-        case ErrorKind::mode: return "ModeError";
-        case ErrorKind::busy: return "ModelBusyError";
-        case ErrorKind::closed: return "ClosedError";
-        case ErrorKind::unavailable: return "BackendUnavailable";
-        case ErrorKind::memory: return "OutOfMemoryError";
+        case ErrorKind::artifact:
+            return "ArtifactError";
+        case ErrorKind::config:
+            return "ConfigError";
+        case ErrorKind::limit:
+            return "LimitError";
+        case ErrorKind::mode:
+            return "ModeError";
+        case ErrorKind::busy:
+            return "ModelBusyError";
+        case ErrorKind::closed:
+            return "ClosedError";
+        case ErrorKind::unavailable:
+            return "BackendUnavailable";
+        case ErrorKind::memory:
+            return "OutOfMemoryError";
     }
     return "TinyLoopError";
 }
@@ -35,7 +43,8 @@ void translate(std::exception_ptr pointer) {
         if (pointer) std::rethrow_exception(pointer);
     } catch (const Error& error) {
         const py::object type = py::module_::import("tinyloop_serve.native.errors").attr(class_of(error.kind));
-        const py::object raised = type(error.what(), "field"_a = error.field, "value"_a = error.value, "accepted"_a = error.accepted);
+        const py::object raised =
+            type(error.what(), "field"_a = error.field, "value"_a = error.value, "accepted"_a = error.accepted);
         PyErr_SetObject(type.ptr(), raised.ptr());
     }
 }
@@ -43,11 +52,13 @@ void translate(std::exception_ptr pointer) {
 // Python's integers have no size; one that does not fit the engine's is a bad value, not a bad type.
 template <class T>
 T narrow(const char* field, const py::int_& value) {
-    const T out = std::is_unsigned_v<T> ? static_cast<T>(PyLong_AsUnsignedLongLong(value.ptr())) : static_cast<T>(PyLong_AsLongLong(value.ptr()));
+    const T out = std::is_unsigned_v<T> ? static_cast<T>(PyLong_AsUnsignedLongLong(value.ptr()))
+                                        : static_cast<T>(PyLong_AsLongLong(value.ptr()));
     const bool failed = PyErr_Occurred() != nullptr;
     PyErr_Clear();
     if (failed || !py::int_(out).equal(value))
-        refuse(ErrorKind::config, field, py::str(value), std::to_string(std::numeric_limits<T>::min()) + " to " + std::to_string(std::numeric_limits<T>::max()));
+        refuse(ErrorKind::config, field, py::str(value),
+               std::to_string(std::numeric_limits<T>::min()) + " to " + std::to_string(std::numeric_limits<T>::max()));
     return out;
 }
 
@@ -67,7 +78,8 @@ std::vector<Tokens> sequences_of(const std::string& field, const py::handle& seq
     if (!py::isinstance<py::sequence>(sequences) || py::isinstance<py::str>(sequences))
         refuse(ErrorKind::config, field, py::repr(sequences), "a list of sequences of token ids");
     std::vector<Tokens> out;
-    for (const py::handle item : sequences) out.push_back(tokens_of(field + "[" + std::to_string(out.size()) + "]", item));
+    for (const py::handle item : sequences)
+        out.push_back(tokens_of(field + "[" + std::to_string(out.size()) + "]", item));
     return out;
 }
 
@@ -167,7 +179,7 @@ TokenCallback callback_of(const py::object& on_token) {
 }
 
 class PyModel {
-public:
+  public:
     PyModel(const py::object& path, const LoadOptions& options) {
         const std::string name = py::module_::import("os").attr("fspath")(path).cast<std::string>();
         py::gil_scoped_release released;
@@ -200,8 +212,9 @@ public:
     std::vector<Generation> batch(const py::object& prompts, const py::object& config, const py::object& on_step) const {
         const std::shared_ptr<Model> model = get();
         const std::vector<Tokens> tokens = sequences_of("prompts", prompts);
-        const std::vector<GenerateConfig> configs =
-            py::isinstance<GenerateConfig>(config) ? std::vector{config.cast<GenerateConfig>()} : config.cast<std::vector<GenerateConfig>>();
+        const std::vector<GenerateConfig> configs = py::isinstance<GenerateConfig>(config)
+                                                        ? std::vector{config.cast<GenerateConfig>()}
+                                                        : config.cast<std::vector<GenerateConfig>>();
         const StepCallback callback = [&](const std::vector<int32_t>& step, std::vector<bool>& cancel) {
             py::gil_scoped_acquire held;
             check_signals();
@@ -211,8 +224,10 @@ public:
             const py::object answer = on_step(lanes);
             if (!py::isinstance<py::sequence>(answer)) return goes_on(answer);
             for (const py::handle lane : answer) {
-                const size_t number = static_cast<size_t>(narrow<int32_t>("on_step's answer", py::cast<py::int_>(lane)));
-                if (number >= cancel.size()) refuse(ErrorKind::config, "on_step's answer", std::to_string(number), "lane numbers of this batch");
+                const size_t number =
+                    static_cast<size_t>(narrow<int32_t>("on_step's answer", py::cast<py::int_>(lane)));
+                if (number >= cancel.size())
+                    refuse(ErrorKind::config, "on_step's answer", std::to_string(number), "lane numbers of this batch");
                 cancel[number] = true;
             }
             return true;
@@ -230,10 +245,11 @@ public:
             py::gil_scoped_release released;
             out = logits(model.get(), tokens.data(), tokens.size(), asked, cache_mode, window);
         }
-        return py::array_t<float>({tokens.size(), static_cast<size_t>(artifact(model.get()).config.vocab_size)}, out.data());
+        return py::array_t<float>({tokens.size(), static_cast<size_t>(artifact(model.get()).config.vocab_size)},
+                                  out.data());
     }
 
-private:
+  private:
     std::shared_ptr<Model> model_;
 };
 
@@ -327,9 +343,11 @@ py::dict inspect(const py::object& path) {
     }
     static constexpr const char* kDtypes[] = {"F32", "F16", "BF16"};
     py::list tensors;
-    for (const TensorInfo& t : info.tensors) tensors.append(py::dict("name"_a = t.name, "dtype"_a = kDtypes[t.dtype], "shape"_a = t.shape, "bytes"_a = t.bytes));
-    return py::dict("metadata"_a = metadata_dict(info), "tensors"_a = tensors, "file_bytes"_a = info.file_bytes, "parameters"_a = info.parameters,
-                    "fingerprint"_a = info.fingerprint);
+    for (const TensorInfo& t : info.tensors)
+        tensors.append(
+            py::dict("name"_a = t.name, "dtype"_a = kDtypes[t.dtype], "shape"_a = t.shape, "bytes"_a = t.bytes));
+    return py::dict("metadata"_a = metadata_dict(info), "tensors"_a = tensors, "file_bytes"_a = info.file_bytes,
+                    "parameters"_a = info.parameters, "fingerprint"_a = info.fingerprint);
 }
 
 }  // namespace
@@ -401,14 +419,20 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("bytes", [](const PyResume& self) { return handle_bytes(self.get().get()); });
 
     py::class_<PyModel>(m, "Model")
-        .def(py::init([](const py::object& path, const py::int_& max_seq_len, const py::int_& threads, const std::string& simd, const py::int_& prefill_chunk,
-                         const std::string& device) {
-                 return std::make_unique<PyModel>(path, LoadOptions{narrow<int>("max_seq_len", max_seq_len), narrow<int>("threads", threads), simd,
-                                                                    narrow<int>("prefill_chunk", prefill_chunk), device});
+        .def(py::init([](const py::object& path, const py::int_& max_seq_len, const py::int_& threads,
+                         const std::string& simd, const py::int_& prefill_chunk, const std::string& device) {
+                 return std::make_unique<PyModel>(
+                     path, LoadOptions{narrow<int>("max_seq_len", max_seq_len), narrow<int>("threads", threads), simd,
+                                       narrow<int>("prefill_chunk", prefill_chunk), device});
              }),
-             "path"_a, py::kw_only(), "max_seq_len"_a = 0, "threads"_a = 0, "simd"_a = "auto", "prefill_chunk"_a = 256, "device"_a = "cpu")
-        .def("generate", [](const PyModel& self, const py::object& prompt, const GenerateConfig& config) { return self.stream(prompt, config, py::none()); },
-             "prompt"_a, "config"_a)
+             "path"_a, py::kw_only(), "max_seq_len"_a = 0, "threads"_a = 0, "simd"_a = "auto", "prefill_chunk"_a = 256,
+             "device"_a = "cpu")
+        .def(
+            "generate",
+            [](const PyModel& self, const py::object& prompt, const GenerateConfig& config) {
+                return self.stream(prompt, config, py::none());
+            },
+            "prompt"_a, "config"_a)
         .def("generate_stream", &PyModel::stream, "prompt"_a, "config"_a, "on_token"_a)
         .def("generate_batch", &PyModel::batch, "prompts"_a, "config"_a, "on_step"_a = py::none())
         .def("generate_speculative",
@@ -433,8 +457,10 @@ PYBIND11_MODULE(_core, m) {
              },
              "tokens"_a, "cache_mode"_a = "fp16", "loops"_a = 0, "cache_window"_a = 0)
         .def("close", &PyModel::close)
-        .def_property_readonly("metadata", [](const PyModel& self) { return metadata_dict(artifact(self.get().get())); })
-        .def_property_readonly("fingerprint", [](const PyModel& self) { return artifact(self.get().get()).fingerprint; })
+        .def_property_readonly("metadata",
+                               [](const PyModel& self) { return metadata_dict(artifact(self.get().get())); })
+        .def_property_readonly("fingerprint",
+                               [](const PyModel& self) { return artifact(self.get().get()).fingerprint; })
         .def_property_readonly("parameters", [](const PyModel& self) { return artifact(self.get().get()).parameters; })
         .def_property_readonly("max_seq_len", [](const PyModel& self) { return max_seq_len(self.get().get()); })
         .def_property_readonly("threads", [](const PyModel& self) { return threads(self.get().get()); })

@@ -8,11 +8,14 @@ namespace {
 void check_batch(const std::vector<std::vector<int32_t>>& prompts, const std::vector<GenerateConfig>& configs) {
     if (prompts.empty()) refuse(ErrorKind::config, "prompts", "empty", "at least one prompt");
     if (configs.size() != 1 && configs.size() != prompts.size())
-        refuse(ErrorKind::config, "configs", std::to_string(configs.size()) + " configs", "1 or one per prompt, " + std::to_string(prompts.size()));
+        refuse(ErrorKind::config, "configs", std::to_string(configs.size()) + " configs",
+               "1 or one per prompt, " + std::to_string(prompts.size()));
     const GenerateConfig& first = configs[0];
     for (const GenerateConfig& c : configs) {
         auto shared = [](const char* field, auto value, auto wanted) {
-            if (value != wanted) refuse(ErrorKind::mode, field, std::to_string(value), std::to_string(wanted) + ", as in lane 0: the lanes of a batch share it");
+            if (value != wanted)
+                refuse(ErrorKind::mode, field, std::to_string(value),
+                       std::to_string(wanted) + ", as in lane 0: the lanes of a batch share it");
         };
         shared("loops", c.loops, first.loops);
         shared("temperature", c.temperature, first.temperature);
@@ -29,7 +32,8 @@ void check_batch(const std::vector<std::vector<int32_t>>& prompts, const std::ve
 
 }  // namespace
 
-Generation generate_stream(Model* model, const int32_t* prompt, size_t prompt_len, const GenerateConfig& config, const TokenCallback& on_token) {
+Generation generate_stream(Model* model, const int32_t* prompt, size_t prompt_len, const GenerateConfig& config,
+                           const TokenCallback& on_token) {
     const std::vector<int32_t> tokens(prompt, prompt + prompt_len);
     const Call call(*model);
     guard([&] { check_request(*model, tokens, config, kSingle); });

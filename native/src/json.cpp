@@ -11,7 +11,7 @@ namespace {
 constexpr int kMaxDepth = 16;
 
 class Reader {
-public:
+  public:
     Reader(std::string_view text, const std::string& field) : text_(text), field_(field) {}
 
     Json document() {
@@ -21,13 +21,15 @@ public:
         return value;
     }
 
-private:
+  private:
     [[noreturn]] void fail(const std::string& why) const {
         refuse(ErrorKind::artifact, field_, "byte " + std::to_string(at_), "JSON: " + why);
     }
 
     void skip_space() {
-        while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\t' || text_[at_] == '\n' || text_[at_] == '\r')) ++at_;
+        while (at_ < text_.size() &&
+               (text_[at_] == ' ' || text_[at_] == '\t' || text_[at_] == '\n' || text_[at_] == '\r'))
+            ++at_;
     }
 
     char peek() {
@@ -45,8 +47,12 @@ private:
         skip_space();
         Json value;
         switch (peek()) {
-            case '{': object(value, depth); break;
-            case '[': array(value, depth); break;
+            case '{':
+                object(value, depth);
+                break;
+            case '[':
+                array(value, depth);
+                break;
             case '"':
                 value.kind = Json::Kind::string;
                 value.string = quoted();
@@ -60,8 +66,11 @@ private:
                 expect("false");
                 value.kind = Json::Kind::boolean;
                 break;
-            case 'n': expect("null"); break;
-            default: number(value);
+            case 'n':
+                expect("null");
+                break;
+            default:
+                number(value);
         }
         return value;
     }
@@ -168,7 +177,10 @@ private:
     void multibyte(std::string& out) {
         auto byte = [&](size_t i) { return at_ + i < text_.size() ? static_cast<unsigned char>(text_[at_ + i]) : 0u; };
         unsigned lead = byte(0);
-        size_t length = lead >= 0xC2 && lead <= 0xDF ? 2 : lead >= 0xE0 && lead <= 0xEF ? 3 : lead >= 0xF0 && lead <= 0xF4 ? 4 : 0;
+        size_t length = lead >= 0xC2 && lead <= 0xDF   ? 2
+                        : lead >= 0xE0 && lead <= 0xEF ? 3
+                        : lead >= 0xF0 && lead <= 0xF4 ? 4
+                                                       : 0;
         if (length == 0) fail("not UTF-8");
         for (size_t i = 1; i < length; ++i)
             if ((byte(i) & 0xC0) != 0x80) fail("not UTF-8");
@@ -198,14 +210,30 @@ private:
             char escape = peek();
             ++at_;
             switch (escape) {
-                case '"': out += '"'; break;
-                case '\\': out += '\\'; break;
-                case '/': out += '/'; break;
-                case 'b': out += '\b'; break;
-                case 'f': out += '\f'; break;
-                case 'n': out += '\n'; break;
-                case 'r': out += '\r'; break;
-                case 't': out += '\t'; break;
+                case '"':
+                    out += '"';
+                    break;
+                case '\\':
+                    out += '\\';
+                    break;
+                case '/':
+                    out += '/';
+                    break;
+                case 'b':
+                    out += '\b';
+                    break;
+                case 'f':
+                    out += '\f';
+                    break;
+                case 'n':
+                    out += '\n';
+                    break;
+                case 'r':
+                    out += '\r';
+                    break;
+                case 't':
+                    out += '\t';
+                    break;
                 case 'u': {
                     unsigned code = hex4();
                     if (code >= 0xDC00 && code <= 0xDFFF) fail("lone surrogate");
@@ -218,7 +246,8 @@ private:
                     append_utf8(out, code);
                     break;
                 }
-                default: fail("bad escape");
+                default:
+                    fail("bad escape");
             }
         }
         ++at_;

@@ -34,7 +34,8 @@ int threads_of(int asked) {
 
 LoadOptions resolve(LoadOptions options, const ModelConfig& config) {
     if (options.max_seq_len < 0 || options.max_seq_len > config.max_seq_len)
-        refuse(ErrorKind::limit, "max_seq_len", std::to_string(options.max_seq_len), "0 (the artifact's) to " + std::to_string(config.max_seq_len));
+        refuse(ErrorKind::limit, "max_seq_len", std::to_string(options.max_seq_len),
+               "0 (the artifact's) to " + std::to_string(config.max_seq_len));
     if (options.max_seq_len == 0) options.max_seq_len = config.max_seq_len;
     options.threads = threads_of(options.threads);
     if (options.prefill_chunk < 1 || options.prefill_chunk > 1 << 16)
@@ -45,20 +46,25 @@ LoadOptions resolve(LoadOptions options, const ModelConfig& config) {
         for (const std::string& level : levels) accepted += ", " + level;
         refuse(ErrorKind::unavailable, "simd", options.simd, accepted);
     }
-    if (options.device != "cpu") refuse(ErrorKind::unavailable, "device", options.device, "cpu (this build has no other backend)");
+    if (options.device != "cpu")
+        refuse(ErrorKind::unavailable, "device", options.device, "cpu (this build has no other backend)");
     return options;
 }
 
-std::unique_ptr<tl_model, void (*)(tl_model*)> create(const tl_backend& backend, const Artifact& artifact, const LoadOptions& options) {
+std::unique_ptr<tl_model, void (*)(tl_model*)> create(const tl_backend& backend, const Artifact& artifact,
+                                                      const LoadOptions& options) {
     const ModelConfig& c = artifact.info().config;
     std::vector<tl_layer> layers;
     const std::pair<const char*, int> parts[] = {{"prelude", c.n_prelude}, {"core", c.n_core}, {"coda", c.n_coda}};
     for (auto [part, count] : parts)
         for (int i = 0; i < count; ++i) {
-            auto get = [&, p = std::string(part) + "." + std::to_string(i) + "."](const char* name) { return artifact.tensor(p + name); };
-            layers.push_back({get("attn_norm.weight"), get("attn_post_norm.weight"), get("ffn_norm.weight"), get("ffn_post_norm.weight"),
-                              get("wq.weight"), get("wk.weight"), get("wv.weight"), get("wo.weight"), get("q_bias"), get("k_bias"), get("v_bias"),
-                              get("q_norm.weight"), get("k_norm.weight"), get("w_gate.weight"), get("w_up.weight"), get("w_down.weight")});
+            auto get = [&, p = std::string(part) + "." + std::to_string(i) + "."](const char* name) {
+                return artifact.tensor(p + name);
+            };
+            layers.push_back({get("attn_norm.weight"), get("attn_post_norm.weight"), get("ffn_norm.weight"),
+                              get("ffn_post_norm.weight"), get("wq.weight"), get("wk.weight"), get("wv.weight"),
+                              get("wo.weight"), get("q_bias"), get("k_bias"), get("v_bias"), get("q_norm.weight"),
+                              get("k_norm.weight"), get("w_gate.weight"), get("w_up.weight"), get("w_down.weight")});
         }
     tl_model_desc desc{};
     desc.vocab_size = c.vocab_size;
@@ -106,7 +112,8 @@ Cache::Cache(const tl_backend& backend, tl_model* model, const tl_cache_desc& sh
     : backend_(&backend), model_(model), shape_(shape), cache_(nullptr, backend.cache_destroy), bytes_(backend.cache_bytes(model, &shape)) {
     tl_cache* cache = nullptr;
     tl_status status{};
-    check(backend.cache_create(model, &shape, &cache, &status), status, "a cache of " + std::to_string(bytes_) + " bytes");
+    check(backend.cache_create(model, &shape, &cache, &status), status,
+          "a cache of " + std::to_string(bytes_) + " bytes");
     cache_.reset(cache);
 }
 
@@ -128,7 +135,8 @@ States::States(const tl_backend& backend, tl_model* model, int count)
     states_.reset(states);
 }
 
-Model::Model(const std::string& path, const LoadOptions& options) : backend_(*tl_cpu_backend()), handle_(nullptr, nullptr) {
+Model::Model(const std::string& path, const LoadOptions& options)
+    : backend_(*tl_cpu_backend()), handle_(nullptr, nullptr) {
     const Artifact file(path);
     info_ = file.info();
     options_ = resolve(options, info_.config);

@@ -14,7 +14,7 @@ namespace tinyloop {
 void check(int result, const tl_status& status, const std::string& doing);
 
 class Cache {
-public:
+  public:
     Cache(const tl_backend& backend, tl_model* model, const tl_cache_desc& shape);
     tl_cache* get() const { return cache_.get(); }
     const tl_cache_desc& shape() const { return shape_; }
@@ -32,7 +32,7 @@ private:
 };
 
 class States {
-public:
+  public:
     States(const tl_backend& backend, tl_model* model, int count);
     tl_states* get() const { return states_.get(); }
     uint64_t bytes() const { return bytes_; }
@@ -43,7 +43,7 @@ private:
 };
 
 class Model {
-public:
+  public:
     Model(const std::string& path, const LoadOptions& options);
 
     const ArtifactInfo& info() const { return info_; }

@@ -17,7 +17,9 @@ double exp_negative(double x) {
     return std::ldexp(p, static_cast<int>(n));
 }
 
-[[noreturn]] void bad(const char* field, const std::string& value, const char* accepted) { refuse(ErrorKind::config, field, value, accepted); }
+[[noreturn]] void bad(const char* field, const std::string& value, const char* accepted) {
+    refuse(ErrorKind::config, field, value, accepted);
+}
 
 }  // namespace
 
@@ -27,8 +29,8 @@ double uniform_draw(uint64_t seed, uint64_t position) {
     uint32_t k[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
     for (int round = 0; round < 10; ++round) {
         const uint64_t a = uint64_t(0xD2511F53) * c[0], b = uint64_t(0xCD9E8D57) * c[2];
-        const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(b), static_cast<uint32_t>(a >> 32) ^ c[3] ^ k[1],
-                                  static_cast<uint32_t>(a)};
+        const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(b),
+                                  static_cast<uint32_t>(a >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(a)};
         std::memcpy(c, next, sizeof c);
         k[0] += 0x9E3779B9;
         k[1] += 0xBB67AE85;
@@ -37,11 +39,13 @@ double uniform_draw(uint64_t seed, uint64_t position) {
 }
 
 void check_sampling(const GenerateConfig& c) {
-    if (!(c.temperature >= 0 && c.temperature <= 100)) bad("temperature", std::to_string(c.temperature), "0 (greedy) to 100");
+    if (!(c.temperature >= 0 && c.temperature <= 100))
+        bad("temperature", std::to_string(c.temperature), "0 (greedy) to 100");
     if (c.top_k < 0) bad("top_k", std::to_string(c.top_k), "0 (off) or more");
     if (!(c.top_p > 0 && c.top_p <= 1)) bad("top_p", std::to_string(c.top_p), "more than 0, at most 1");
     if (!(c.min_p >= 0 && c.min_p <= 1)) bad("min_p", std::to_string(c.min_p), "0 to 1");
-    if (!(c.repetition_penalty > 0 && c.repetition_penalty <= 100)) bad("repetition_penalty", std::to_string(c.repetition_penalty), "more than 0, at most 100");
+    if (!(c.repetition_penalty > 0 && c.repetition_penalty <= 100))
+        bad("repetition_penalty", std::to_string(c.repetition_penalty), "more than 0, at most 100");
 }
 
 Sampler::Sampler(const GenerateConfig& c, int vocab_size)
@@ -94,8 +98,10 @@ int32_t Sampler::sample(float* logits, int position, const uint32_t* allowed) {
         while (kept < candidates_.size() && held < top_p_ * total) held += candidates_[kept++].weight;
         candidates_.resize(std::max<size_t>(kept, 1));
     }
-    if (min_p_ > 0) std::erase_if(candidates_, [this](const Candidate& c) { return c.weight < min_p_; });  // the best has weight 1
-    std::sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+    if (min_p_ > 0)
+        std::erase_if(candidates_, [this](const Candidate& c) { return c.weight < min_p_; });  // the best has weight 1
+    std::sort(candidates_.begin(), candidates_.end(),
+              [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
 
     double total = 0;
     for (const Candidate& c : candidates_) total += c.weight;

@@ -18,12 +18,12 @@ void check_sampling(const GenerateConfig& config);
 
 // One lane's sampler.
 //
-// Order: repetition penalty (Keskar et al., arXiv 1909.05858: logits of tokens already in the sequence are divided by it
-// when positive, multiplied when negative), temperature, top-k, top-p (Holtzman et al., arXiv 1904.09751), min-p (Nguyen
-// et al., arXiv 2407.01082), then the inverse of the cumulative distribution over the kept tokens in id order. Equal
-// logits rank by id, so the result never depends on how a sort treats ties.
+// Order: repetition penalty (Keskar et al., arXiv 1909.05858: logits of tokens already in the sequence are divided by
+// it when positive, multiplied when negative), temperature, top-k, top-p (Holtzman et al., arXiv 1904.09751), min-p
+// (Nguyen et al., arXiv 2407.01082), then the inverse of the cumulative distribution over the kept tokens in id order.
+// Equal logits rank by id, so the result never depends on how a sort treats ties.
 class Sampler {
-public:
+  public:
     Sampler(const GenerateConfig& config, int vocab_size);
 
     // The token is in the sequence now, or (a rejected draft) no longer.
@@ -34,7 +34,7 @@ public:
     int32_t sample(float* logits, int position, const uint32_t* allowed = nullptr);
     void penalize(float* logits) const;
 
-private:
+  private:
     struct Candidate {
         int32_t id;
         float logit;

@@ -24,8 +24,10 @@ void test_json() {
     CHECK(!value.find("a")->items[1].is_integer && value.find("a")->items[1].number == -2500);
     CHECK(value.find("a")->items[4].string == "x\xc3\xa9\xf0\x9f\x98\x80\n");
     CHECK(value.find("b")->kind == Json::Kind::object && !value.find("c"));
-    for (const char* bad : {"", "{", "[1,]", "{\"a\":1,}", "{\"a\":1,\"a\":2}", "01", "1.", "-", "+1", "nul", "\"\\x\"", "\"\\ud800\"", "\"a\nb\"", "[1]x",
-                            "1e999", "\"\xff\"", "\"\xc0\x80\"", "\"\xed\xa0\x80\"", "\"abc", "{1:2}", "[1 2]"})
+    for (const char* bad : {"",         "{",     "[1,]",  "{\"a\":1,}", "{\"a\":1,\"a\":2}", "01",
+                            "1.",       "-",     "+1",    "nul",        "\"\\x\"",           "\"\\ud800\"",
+                            "\"a\nb\"", "[1]x",  "1e999", "\"\xff\"",   "\"\xc0\x80\"",      "\"\xed\xa0\x80\"",
+                            "\"abc",    "{1:2}", "[1 2]"})
         CHECK(!json_error(bad).empty());
     CHECK(json_error(std::string(100000, '[')).find("nested") != std::string::npos);
     CHECK(parse_json("9223372036854775807", "t").is_integer && !parse_json("9223372036854775808", "t").is_integer);
@@ -59,7 +61,8 @@ void test_named_refusals() {
     CHECK(field_of(std::string(8, '\xff') + good.substr(8)) == "header length");
     // Same-length edits of the header keep the offsets right.
     CHECK(field_of(replaced(good, "\"format\":\"tinyloop\"", "\"format\":\"tinyl00p\"")) == "__metadata__.format");
-    CHECK(field_of(replaced(good, "format_version\":\"1\"", "format_version\":\"9\"")) == "__metadata__.format_version");
+    CHECK(field_of(replaced(good, "format_version\":\"1\"", "format_version\":\"9\"")) ==
+          "__metadata__.format_version");
     CHECK(field_of(replaced(good, "\\\"n_heads\\\":4", "\\\"n_heads\\\":0")) == "config.n_heads");
     CHECK(field_of(replaced(good, "\\\"n_kv_heads\\\":2", "\\\"n_kv_heads\\\":3")) == "config.n_kv_heads");
     CHECK(field_of(replaced(good, "\\\"head_dim\\\":6", "\\\"head_dim\\\":5")) == "config.head_dim");
@@ -69,7 +72,8 @@ void test_named_refusals() {
     CHECK(field_of(replaced(good, "\\\"bos_id\\\":null", "\\\"bos_id\\\":\\\"x\\\"")) == "config.bos_id");
     CHECK(field_of(replaced(good, "\"dtype\":\"F32\"", "\"dtype\":\"F64\"")) == "tensor embed.weight.dtype");
     CHECK(field_of(replaced(good, "\"shape\":[61,24]", "\"shape\":[24,61]")) == "tensor embed.weight.shape");
-    CHECK(field_of(replaced(good, "\"data_offsets\":[0,", "\"data_offsets\":[4,")) == "tensor embed.weight.data_offsets");
+    CHECK(field_of(replaced(good, "\"data_offsets\":[0,", "\"data_offsets\":[4,")) ==
+          "tensor embed.weight.data_offsets");
     CHECK(field_of(replaced(good, "core.1.wq.weight", "core.9.wq.weight")) == "tensor core.9.wq.weight");
     std::string message;
     try {
@@ -97,10 +101,17 @@ void test_mutations() {
             for (int i = 0; i < edits; ++i) {
                 const size_t at = random() % 10 ? random() % header_end : random() % bad.size();
                 switch (random() % 4) {
-                    case 0: bad[at] = static_cast<char>(random()); break;
-                    case 1: bad[at] = "0123456789{}[],:\"\\-e."[random() % 21]; break;
-                    case 2: bad.erase(at, 1 + random() % 8); break;
-                    default: bad.insert(at, std::string(1 + random() % 4, static_cast<char>(random())));
+                    case 0:
+                        bad[at] = static_cast<char>(random());
+                        break;
+                    case 1:
+                        bad[at] = "0123456789{}[],:\"\\-e."[random() % 21];
+                        break;
+                    case 2:
+                        bad.erase(at, 1 + random() % 8);
+                        break;
+                    default:
+                        bad.insert(at, std::string(1 + random() % 4, static_cast<char>(random())));
                 }
             }
         }

@@ -5,13 +5,13 @@
 
 inline int g_checks = 0, g_failures = 0;
 
-#define CHECK(condition)                                                              \
-    do {                                                                              \
-        ++g_checks;                                                                   \
-        if (!(condition)) {                                                           \
-            ++g_failures;                                                             \
+#define CHECK(condition)                                                        \
+    do {                                                                        \
+        ++g_checks;                                                             \
+        if (!(condition)) {                                                     \
+            ++g_failures;                                                       \
             std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
-        }                                                                             \
+        }                                                                       \
     } while (0)
 
 inline int finish() {

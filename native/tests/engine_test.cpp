@@ -24,7 +24,8 @@ void test_axes(const std::string& path) {
             for (const int chunk : {1, 7, 64}) {
                 Model* model = load_model(path, options_of(threads, chunk, simd));
                 const std::vector<float> found = logits(model, prompt.data(), prompt.size(), 5);
-                const std::vector<int32_t> tokens = generate(model, prompt.data(), prompt.size(), sampled(9, 30)).tokens;
+                const std::vector<int32_t> tokens =
+                    generate(model, prompt.data(), prompt.size(), sampled(9, 30)).tokens;
                 if (first.empty()) {
                     first = found;
                     first_tokens = tokens;
@@ -63,10 +64,11 @@ void test_batch(const std::string& path) {
     }
     // Cancelling a lane at a step leaves the others alone.
     int steps = 0;
-    const std::vector<Generation> cancelled = generate_batch(model, prompts, configs, [&](const std::vector<int32_t>&, std::vector<bool>& cancel) {
-        if (++steps == 4) cancel[8] = true;
-        return true;
-    });
+    const std::vector<Generation> cancelled =
+        generate_batch(model, prompts, configs, [&](const std::vector<int32_t>&, std::vector<bool>& cancel) {
+            if (++steps == 4) cancel[8] = true;
+            return true;
+        });
     CHECK(cancelled[8].stats.stop_reason == "cancelled" && cancelled[8].tokens.size() == 4);
     CHECK(std::equal(cancelled[8].tokens.begin(), cancelled[8].tokens.end(), alone[8].begin()));
     for (int lane = 0; lane < 8; ++lane) CHECK(cancelled[lane].tokens == alone[lane]);
@@ -81,7 +83,9 @@ void test_rows_at_different_loops(const std::string& path) {
     const std::vector<float> whole = logits(model, prompt.data(), prompt.size(), 6);
     const Cache cache = model->make_cache(20, 6), other = model->make_cache(20, 6);
     const States states = model->make_states(20);
-    auto row = [&](int lane, int p, int begin, int end, uint32_t flags) { return tl_row{lane, p, prompt[p], begin, end, lane == 0 ? p : -1, flags}; };
+    auto row = [&](int lane, int p, int begin, int end, uint32_t flags) {
+        return tl_row{lane, p, prompt[p], begin, end, lane == 0 ? p : -1, flags};
+    };
 
     std::vector<tl_row> rows;
     for (int p = 0; p < 20; ++p) rows.push_back(row(0, p, 0, 2, 0));
@@ -95,8 +99,10 @@ void test_rows_at_different_loops(const std::string& path) {
     }
     model->forward({cache.get(), other.get()}, states.get(), rows, out.data());
     for (int p = 0; p < 20; ++p) {
-        CHECK(std::memcmp(&out[static_cast<size_t>(2 * p) * vocab], &whole[static_cast<size_t>(p) * vocab], vocab * 4) == 0);
-        CHECK(std::memcmp(&out[static_cast<size_t>(2 * p + 1) * vocab], &whole[static_cast<size_t>(p) * vocab], vocab * 4) == 0);
+        CHECK(std::memcmp(&out[static_cast<size_t>(2 * p) * vocab], &whole[static_cast<size_t>(p) * vocab],
+                          vocab * 4) == 0);
+        CHECK(std::memcmp(&out[static_cast<size_t>(2 * p + 1) * vocab], &whole[static_cast<size_t>(p) * vocab],
+                          vocab * 4) == 0);
     }
     free_model(model);
 }
@@ -130,9 +136,11 @@ void test_contracts(const std::string& path) {
     CHECK(refusal(ErrorKind::config, with([](GenerateConfig& c) { c.top_p = 0; })) == "top_p");
     CHECK(refusal(ErrorKind::config, with([](GenerateConfig& c) { c.min_p = 2; })) == "min_p");
     CHECK(refusal(ErrorKind::config, with([](GenerateConfig& c) { c.top_k = -1; })) == "top_k");
-    CHECK(refusal(ErrorKind::config, with([](GenerateConfig& c) { c.repetition_penalty = 0; })) == "repetition_penalty");
+    CHECK(refusal(ErrorKind::config, with([](GenerateConfig& c) { c.repetition_penalty = 0; })) ==
+          "repetition_penalty");
     CHECK(refusal(ErrorKind::config, with([](GenerateConfig& c) { c.cache_mode = "fp8"; })) == "cache_mode");
-    CHECK(refusal(ErrorKind::config, with([](GenerateConfig& c) { c.stop_sequences = {{1}, {}}; })) == "stop_sequences[1]");
+    CHECK(refusal(ErrorKind::config, with([](GenerateConfig& c) { c.stop_sequences = {{1}, {}}; })) ==
+          "stop_sequences[1]");
     CHECK(refusal(ErrorKind::config, [&] { generate(model, prompt.data(), 0, {}); }) == "prompt");
     const int32_t wild[] = {3, 61};
     CHECK(refusal(ErrorKind::config, [&] { generate(model, wild, 2, {}); }) == "prompt[1]");
@@ -165,13 +173,15 @@ void test_stops(const std::string& path) {
     CHECK(stopped.stats.stop_reason == "stop_sequence" && stopped.tokens.size() <= 6);
     CHECK(std::equal(stopped.tokens.begin(), stopped.tokens.end(), free.begin()));
     int seen = 0, last_position = 0;
-    const Generation cancelled = generate_stream(model, prompt.data(), prompt.size(), sampled(4, 20), [&](int32_t token, int position) {
-        CHECK(token == free[seen]);
-        last_position = position;
-        return ++seen < 3;
-    });
+    const Generation cancelled =
+        generate_stream(model, prompt.data(), prompt.size(), sampled(4, 20), [&](int32_t token, int position) {
+            CHECK(token == free[seen]);
+            last_position = position;
+            return ++seen < 3;
+        });
     CHECK(cancelled.stats.stop_reason == "cancelled" && cancelled.tokens.size() == 3 && last_position == 12);
-    CHECK(cancelled.stats.prompt_tokens == 10 && cancelled.stats.loops == 3 && cancelled.stats.cache_bytes == cache_bytes(model, 30, "fp16", 3));
+    CHECK(cancelled.stats.prompt_tokens == 10 && cancelled.stats.loops == 3 &&
+          cancelled.stats.cache_bytes == cache_bytes(model, 30, "fp16", 3));
     free_model(model);
 }
 

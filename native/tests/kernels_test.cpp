@@ -23,7 +23,9 @@ std::vector<float> draws(size_t count) {
     return out;
 }
 
-bool same(const std::vector<float>& a, const std::vector<float>& b) { return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0; }
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
+}
 
 std::vector<const Kernels*> levels() {
     std::vector<const Kernels*> out;
@@ -41,7 +43,9 @@ void test_half() {
     CHECK(half_to_float(0x3C00) == 1.0f && half_to_float(0x0001) == 0x1p-24f && half_to_float(0xFBFF) == -65504.0f);
     CHECK(float_to_half(1e9f) == 0x7BFF && float_to_half(-1e9f) == 0xFBFF && float_to_half(std::nanf("")) == 0xFBFF);
     CHECK(float_to_half(1.0f + 0x1p-11f) == 0x3C00 && float_to_half(1.0f + 3 * 0x1p-11f) == 0x3C02);  // ties to even
-    std::vector<float> values = {0.0f, -0.0f, 1e9f, -1e9f, std::nanf(""), std::numeric_limits<float>::infinity(), 0x1p-25f, 0x1.8p-25f, 0x1p-26f};
+    std::vector<float> values = {0.0f,     -0.0f,         1e9f,
+                                 -1e9f,    std::nanf(""), std::numeric_limits<float>::infinity(),
+                                 0x1p-25f, 0x1.8p-25f,    0x1p-26f};
     while (values.size() < 4096) {
         uint32_t raw = static_cast<uint32_t>(random_bits());
         float value;
@@ -62,21 +66,27 @@ void test_product() {
         for (const int inputs : {1, 16, 37, 256, 300, 600})
             for (const int rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25}) {
                 const int panels = 9, lda = inputs + 3, ldc = panels * kPanel;
-                std::vector<float> plain = draws(static_cast<size_t>(panels) * inputs * kPanel), a = draws(static_cast<size_t>(rows) * lda);
+                std::vector<float> plain = draws(static_cast<size_t>(panels) * inputs * kPanel),
+                                   a = draws(static_cast<size_t>(rows) * lda);
                 std::vector<uint16_t> packed(plain.size());
                 for (size_t i = 0; i < plain.size(); ++i) {
                     uint32_t bits;
                     std::memcpy(&bits, &plain[i], 4);
                     packed[i] = dtype == TL_F16 ? float_to_half(plain[i]) : static_cast<uint16_t>(bits >> 16);
-                    if (dtype != TL_F32) plain[i] = dtype == TL_F16 ? half_to_float(packed[i]) : bfloat_to_float(packed[i]);
+                    if (dtype != TL_F32)
+                        plain[i] = dtype == TL_F16 ? half_to_float(packed[i]) : bfloat_to_float(packed[i]);
                 }
-                const Panels w{dtype == TL_F32 ? static_cast<const void*>(plain.data()) : packed.data(), dtype, inputs, static_cast<size_t>(inputs) * kPanel};
+                const Panels w{dtype == TL_F32 ? static_cast<const void*>(plain.data()) : packed.data(), dtype, inputs,
+                               static_cast<size_t>(inputs) * kPanel};
                 // The definition: one fused accumulator per output, inputs in order.
                 std::vector<float> expected(static_cast<size_t>(rows) * ldc);
                 for (int m = 0; m < rows; ++m)
                     for (int n = 0; n < ldc; ++n) {
                         float sum = 0;
-                        for (int k = 0; k < inputs; ++k) sum = std::fma(a[static_cast<size_t>(m) * lda + k], plain[(static_cast<size_t>(n / kPanel) * inputs + k) * kPanel + n % kPanel], sum);
+                        for (int k = 0; k < inputs; ++k)
+                            sum = std::fma(a[static_cast<size_t>(m) * lda + k],
+                                           plain[(static_cast<size_t>(n / kPanel) * inputs + k) * kPanel + n % kPanel],
+                                           sum);
                         expected[static_cast<size_t>(m) * ldc + n] = sum;
                     }
                 std::vector<float> scratch(kPanel * (rows + 256));
@@ -88,9 +98,12 @@ void test_product() {
                     std::vector<int32_t> reversed(rows);
                     for (int m = 0; m < rows; ++m) reversed[m] = rows - 1 - m;
                     std::vector<float> added(expected.size(), 1.0f), wanted(expected.size());
-                    k->product(w, a.data(), lda, rows, added.data(), ldc, reversed.data(), true, 0, panels, scratch.data());
+                    k->product(w, a.data(), lda, rows, added.data(), ldc, reversed.data(), true, 0, panels,
+                               scratch.data());
                     for (int m = 0; m < rows; ++m)
-                        for (int n = 0; n < ldc; ++n) wanted[static_cast<size_t>(rows - 1 - m) * ldc + n] = 1.0f + expected[static_cast<size_t>(m) * ldc + n];
+                        for (int n = 0; n < ldc; ++n)
+                            wanted[static_cast<size_t>(rows - 1 - m) * ldc + n] =
+                                1.0f + expected[static_cast<size_t>(m) * ldc + n];
                     CHECK(same(added, wanted));
                 }
             }
@@ -141,7 +154,8 @@ void test_softmax() {
             double top = -1e30, total = 0, worst = 0;
             for (int i = 0; i < n; ++i) top = std::max(top, double(scores[i]) * 20);
             for (int i = 0; i < n; ++i) total += std::exp(double(scores[i]) * 20 - top);
-            for (int i = 0; i < n; ++i) worst = std::max(worst, std::fabs(out[i] / sum - std::exp(double(scores[i]) * 20 - top) / total));
+            for (int i = 0; i < n; ++i)
+                worst = std::max(worst, std::fabs(out[i] / sum - std::exp(double(scores[i]) * 20 - top) / total));
             for (int i = n; i < padded; ++i) CHECK(out[i] == 0);
             CHECK(worst < 2e-6);
             // The bits of a row do not depend on how far its work space reaches.

@@ -1,4 +1,5 @@
-// The thread team: every id runs once, barriers separate phases, tickets are handed out once, idle threads stop cleanly.
+// The thread team: every id runs once, barriers separate phases, tickets are handed out once, idle threads stop
+// cleanly.
 #include "cpu/pool.h"
 
 #include <vector>

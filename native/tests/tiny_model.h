@@ -31,7 +31,10 @@ inline std::string quoted(const std::string& text) {
 // The whole file as bytes: F32 weights around zero, norms around one.
 inline std::string bytes(const std::string& config = config_json(), unsigned seed = 1) {
     std::mt19937 random(seed);
-    std::string header = "{\"__metadata__\":{\"format\":\"tinyloop\",\"format_version\":\"1\",\"config\":" + quoted(config) + "}", data;
+    std::string header =
+                    "{\"__metadata__\":{\"format\":\"tinyloop\",\"format_version\":\"1\",\"config\":" + quoted(config) +
+                    "}",
+                data;
     for (const auto& [name, shape] : tinyloop::expected_tensors(tinyloop::parse_config(config))) {
         size_t count = 1;
         std::string dims;
@@ -47,7 +50,8 @@ inline std::string bytes(const std::string& config = config_json(), unsigned see
             data.append(reinterpret_cast<const char*>(&value), sizeof value);
         }
         header += ",\"";
-        header += name + "\":{\"dtype\":\"F32\",\"shape\":[" + dims + "],\"data_offsets\":[" + std::to_string(begin) + "," + std::to_string(data.size()) + "]}";
+        header += name + "\":{\"dtype\":\"F32\",\"shape\":[" + dims + "],\"data_offsets\":[" + std::to_string(begin) +
+                  "," + std::to_string(data.size()) + "]}";
     }
     header += "}";
     while ((header.size() + 8) % 64) header += ' ';
@@ -57,7 +61,7 @@ inline std::string bytes(const std::string& config = config_json(), unsigned see
 }
 
 class File {
-public:
+  public:
     explicit File(const std::string& content = bytes()) {
         const char* base = std::getenv("TMPDIR");
         path_ = std::string(base ? base : P_tmpdir) + "/tinyloop-test-XXXXXX";
@@ -69,10 +73,13 @@ public:
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
-    void write(const std::string& content) const { std::ofstream(path_, std::ios::binary | std::ios::trunc).write(content.data(), static_cast<std::streamsize>(content.size())); }
+    void write(const std::string& content) const {
+        std::ofstream(path_, std::ios::binary | std::ios::trunc)
+            .write(content.data(), static_cast<std::streamsize>(content.size()));
+    }
     const std::string& path() const { return path_; }
 
-private:
+  private:
     std::string path_;
 };
 

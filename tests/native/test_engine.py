@@ -1,4 +1,6 @@
-"""The engine against the float64 reference at every loop count, and against itself, on bits, along every axis."""
+"""The engine against the float64 reference at every loop count, and against itself on bits, along every
+axis.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +44,7 @@ def test_logits_equal_the_reference_at_every_loop_count(make: Make, name: str, d
     for loops in (1, 2, 3, 4, 8, 16) if dtype == "fp16" else (1, config["loops"]):
         expected = reference.logits(config, tensors, TOKENS[:24], loops)
         found = model.logits(TOKENS[:24], loops)
-        # Keys and values are rounded to fp16 (2^-11): a value at a rounding boundary may fall on the other side.
+        # Keys and values are rounded to fp16 (2^-11): one at a rounding boundary may fall on the other side.
         assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max(), (name, dtype, loops)
 
 

@@ -1,4 +1,4 @@
-"""What a caller meets: typed refusals that name the field, callbacks, statistics, use from threads, closing."""
+"""What a caller meets: typed refusals that name the field, callbacks, statistics, threads, closing."""
 
 import pickle
 import threading

@@ -111,9 +111,9 @@ typedef struct tl_backend {
     /* The tensors' data is only read during the call. */
     int (*model_create)(const tl_model_desc*, const tl_options*, tl_model** out, tl_status*);
     void (*model_destroy)(tl_model*);
-    uint64_t (*model_bytes)(const tl_model*);          /* weights and work space held by the device */
-    const char* (*model_level)(const tl_model*);       /* "avx2", "sm_90", ... */
-    uint64_t (*steps)(const tl_model*);                /* grows with every layer visit */
+    uint64_t (*model_bytes)(const tl_model*);    /* weights and work space held by the device */
+    const char* (*model_level)(const tl_model*); /* "avx2", "sm_90", ... */
+    uint64_t (*steps)(const tl_model*);          /* grows with every layer visit */
 
     int (*cache_create)(tl_model*, const tl_cache_desc*, tl_cache** out, tl_status*);
     void (*cache_destroy)(tl_cache*);

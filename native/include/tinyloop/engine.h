@@ -2,7 +2,8 @@
 //
 // Ownership: load_model gives a Model that free_model takes back. Threads: a Model is not re-entrant; a call that
 // overlaps another on the same model throws ErrorKind::busy and disturbs nothing. step_counter may be read from any
-// thread at any time. Callbacks run on the calling thread. Every refusal is an Error (errors.h), thrown before any work.
+// thread at any time. Callbacks run on the calling thread. Every refusal is an Error (errors.h), thrown before any
+// work.
 //
 // Promise (SPEC 2.5): the tokens are a pure function of (artifact, prompt, config); not of the batch, the lanes beside,
 // the threads, the SIMD level or the chunking of the prefill.
@@ -20,20 +21,20 @@ namespace tinyloop {
 struct ModelConfig {
     int vocab_size = 0, d_model = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0, d_ffn = 0;
     int n_prelude = 0, n_core = 0, n_coda = 0;
-    int loops = 0;        // default per token
-    int max_loops = 0;    // the most a request may ask for
-    int max_seq_len = 0;  // positions
+    int loops = 0;                                     // default per token
+    int max_loops = 0;                                 // the most a request may ask for
+    int max_seq_len = 0;                               // positions
     int norm = 0, injection = 0, start = 0, rope = 0;  // tl_norm, tl_injection, tl_start, tl_rope
     bool loop_norm = false, core_norm = false, final_norm = true;
     bool qk_norm = false, qk_bias = false, v_bias = false, tied_head = false, add_bos = false, exit_gate = false;
     double norm_eps = 0, rope_theta = 0, embed_scale = 1, logit_scale = 1;
-    int bos_id = -1;            // -1: none
+    int bos_id = -1;  // -1: none
     std::vector<int> eos_ids;
 };
 
 struct TensorInfo {
     std::string name;
-    int dtype = 0;                // tl_dtype
+    int dtype = 0;  // tl_dtype
     std::vector<int64_t> shape;
     uint64_t bytes = 0;
 };
@@ -51,10 +52,10 @@ struct ArtifactInfo {
 ArtifactInfo inspect_artifact(const std::string& path);
 
 struct LoadOptions {
-    int max_seq_len = 0;       // positions; 0 = the artifact's
-    int threads = 0;           // 0 = TINYLOOP_THREADS, else all cores this process may use
-    std::string simd = "auto"; // or "portable", "avx2", "avx512"
-    int prefill_chunk = 256;   // the most rows of one forward pass
+    int max_seq_len = 0;        // positions; 0 = the artifact's
+    int threads = 0;            // 0 = TINYLOOP_THREADS, else all cores this process may use
+    std::string simd = "auto";  // or "portable", "avx2", "avx512"
+    int prefill_chunk = 256;    // the most rows of one forward pass
     std::string device = "cpu";
 };
 
@@ -72,10 +73,10 @@ public:
 using Grammar = std::function<std::unique_ptr<GrammarState>()>;
 
 struct GenerateConfig {
-    int loops = 0;                 // core iterations per token; 0 = the artifact's default
+    int loops = 0;  // core iterations per token; 0 = the artifact's default
     int max_tokens = 128;
-    double temperature = 0;        // 0 = greedy
-    int top_k = 0;                 // 0 = off
+    double temperature = 0;  // 0 = greedy
+    int top_k = 0;           // 0 = off
     double top_p = 1;
     double min_p = 0;
     double repetition_penalty = 1;

@@ -19,7 +19,11 @@ enum class ErrorKind {
 
 struct Error : std::runtime_error {
     Error(ErrorKind kind_, std::string field_, std::string value_, std::string accepted_, const std::string& message)
-        : std::runtime_error(message), kind(kind_), field(std::move(field_)), value(std::move(value_)), accepted(std::move(accepted_)) {}
+        : std::runtime_error(message),
+          kind(kind_),
+          field(std::move(field_)),
+          value(std::move(value_)),
+          accepted(std::move(accepted_)) {}
 
     ErrorKind kind;
     std::string field;
@@ -28,7 +32,8 @@ struct Error : std::runtime_error {
 };
 
 // "field: value is not accepted; expected accepted"
-[[noreturn]] inline void refuse(ErrorKind kind, const std::string& field, const std::string& value, const std::string& accepted) {
+[[noreturn]] inline void refuse(ErrorKind kind, const std::string& field, const std::string& value,
+                                const std::string& accepted) {
     std::string shown = value.size() > 80 ? value.substr(0, 77) + "..." : value;
     std::string message = field + ": " + shown + " is not accepted; expected " + accepted;
     throw Error(kind, field, shown, accepted, message);

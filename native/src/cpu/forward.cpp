@@ -23,12 +23,12 @@ const Kernels* level_of(const char* name) {
 
 // Another library in the process may have switched subnormals off for the calling thread; the bits must not follow.
 class StandardFloatMode {
-public:
+  public:
 #if defined(__x86_64__)
     StandardFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
     ~StandardFloatMode() { _mm_setcsr(saved_); }
 
-private:
+  private:
     unsigned saved_;
 #endif
 };
@@ -110,7 +110,8 @@ tl_model::Plan tl_model::plan(const Call& call, int step, Wanted wanted) const {
         if (!wanted(row, i)) continue;
         const int loop = row.loop_begin + step;
         const int at = static_cast<int>(out.rows.size());
-        const bool joins = at > 0 && call.rows[out.rows.back()].cache == row.cache && out.loops.back() == loop && out.groups.back().count < most;
+        const bool joins = at > 0 && call.rows[out.rows.back()].cache == row.cache && out.loops.back() == loop &&
+                           out.groups.back().count < most;
         if (joins)
             ++out.groups.back().count;
         else
@@ -149,7 +150,8 @@ void tl_model::embed(const Call& call, int id) {
         float* e = e_.as<float>() + static_cast<size_t>(i) * ldx_;
         if (row.loop_begin > 0) {
             std::memcpy(x, call.states->core.as<float>() + static_cast<size_t>(row.state) * ldx_, sizeof(float) * ldx_);
-            std::memcpy(e, call.states->prelude.as<float>() + static_cast<size_t>(row.state) * ldx_, sizeof(float) * ldx_);
+            std::memcpy(e, call.states->prelude.as<float>() + static_cast<size_t>(row.state) * ldx_,
+                        sizeof(float) * ldx_);
         } else {
             for (int k = 0; k < desc.d_model; ++k) x[k] = weights_.embed.at(row.token, k) * desc.embed_scale;
         }
@@ -184,7 +186,8 @@ void tl_model::inject(const Plan& plan, int id) {
         }
     }
     pool_.barrier();
-    if (desc.injection == TL_INJECT_CONCAT) project(weights_.inject, pair_.as<float>(), 2 * d, plan, nullptr, 0, true, id);
+    if (desc.injection == TL_INJECT_CONCAT)
+        project(weights_.inject, pair_.as<float>(), 2 * d, plan, nullptr, 0, true, id);
 }
 
 // ---------------------------------------------------------------- one layer
@@ -231,7 +234,8 @@ void tl_model::normed_input(const Plan& plan, const Vector& norm, int id) {
 }
 
 // c[m] = w a[m], or x[row m] += w a[m].
-void tl_model::project(const Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc, bool to_x, int id) {
+void tl_model::project(const Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc, bool to_x,
+                       int id) {
     const auto [begin, end] = share(w.panels(), id, pool_.threads());
     const int n = static_cast<int>(plan.rows.size());
     if (begin < end) {

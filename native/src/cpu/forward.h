@@ -37,7 +37,7 @@ struct tl_model {
     const tinyloop::cpu::Kernels* kernels;
     std::atomic<uint64_t> steps{0};
 
-private:
+  private:
     struct Group {  // consecutive rows of one plan with the same cache and loop: they read the same keys
         int begin, count;
     };
@@ -75,7 +75,8 @@ private:
     void position_and_append(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, Visits visits, int id);
     void residual(const Plan& plan, const tinyloop::cpu::Vector& post_norm, int id);
     void normed_input(const Plan& plan, const tinyloop::cpu::Vector& norm, int id);
-    void project(const tinyloop::cpu::Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc, bool to_x, int id);
+    void project(const tinyloop::cpu::Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc,
+                 bool to_x, int id);
     void norm_in_place(const Plan& plan, const tinyloop::cpu::Vector& weight, int id);
     void remember(const Plan& plan, int id);
     void leave_early(Call& call, size_t step, int id);

@@ -51,11 +51,13 @@ V operator/(V a, V b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.hig
 V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
 V max(V a, V b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 V select_ge(V x, V bound) {
-    return {_mm256_and_ps(x.low, _mm256_cmp_ps(x.low, bound.low, _CMP_GE_OQ)), _mm256_and_ps(x.high, _mm256_cmp_ps(x.high, bound.high, _CMP_GE_OQ))};
+    return {_mm256_and_ps(x.low, _mm256_cmp_ps(x.low, bound.low, _CMP_GE_OQ)),
+            _mm256_and_ps(x.high, _mm256_cmp_ps(x.high, bound.high, _CMP_GE_OQ))};
 }
 __m256 negative_mask(__m256 key) { return _mm256_cmp_ps(key, _mm256_setzero_ps(), _CMP_LT_OQ); }
 V select_negative(V key, V negative, V other) {
-    return {_mm256_blendv_ps(other.low, negative.low, negative_mask(key.low)), _mm256_blendv_ps(other.high, negative.high, negative_mask(key.high))};
+    return {_mm256_blendv_ps(other.low, negative.low, negative_mask(key.low)),
+            _mm256_blendv_ps(other.high, negative.high, negative_mask(key.high))};
 }
 __m256 pow2_scale(__m256 p, __m256 t) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23)));

@@ -31,7 +31,8 @@ struct V {
     }
     void store_half(uint16_t* to) const {
         const __m512 clamped = _mm512_min_ps(_mm512_max_ps(all, _mm512_set1_ps(-65504.0f)), _mm512_set1_ps(65504.0f));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                            _mm512_cvtps_ph(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
 };
 
@@ -43,10 +44,12 @@ V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.all, b.all, c.all)}; }
 V max(V a, V b) { return {_mm512_max_ps(a.all, b.all)}; }
 V select_ge(V x, V bound) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.all, bound.all, _CMP_GE_OQ), x.all)}; }
 V select_negative(V key, V negative, V other) {
-    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(key.all, _mm512_setzero_ps(), _CMP_LT_OQ), other.all, negative.all)};
+    return {
+        _mm512_mask_blend_ps(_mm512_cmp_ps_mask(key.all, _mm512_setzero_ps(), _CMP_LT_OQ), other.all, negative.all)};
 }
 V pow2_scale(V p, V t) {
-    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.all), _mm512_slli_epi32(_mm512_castps_si512(t.all), 23)))};
+    return {_mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_castps_si512(p.all), _mm512_slli_epi32(_mm512_castps_si512(t.all), 23)))};
 }
 
 #include "kernels_impl.h"
@@ -56,8 +59,8 @@ constexpr Kernels kTable = {"avx512", product, rmsnorm, add, swiglu, softmax, do
 }  // namespace
 
 const Kernels* avx512_kernels() {
-    const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq");
+    const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     return runs ? &kTable : nullptr;
 }
 

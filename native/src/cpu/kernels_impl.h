@@ -18,9 +18,11 @@ inline void tile(const char* w, size_t panel_bytes, const float* a, int lda, int
     for (int k = 0; k < inputs; ++k)
 #pragma GCC unroll 16
         for (int p = 0; p < kPanels; ++p) {
-            const V weight = V::load_as<kDtype>(w + p * panel_bytes + static_cast<size_t>(k) * kPanel * element_bytes<kDtype>());
+            const V weight =
+                V::load_as<kDtype>(w + p * panel_bytes + static_cast<size_t>(k) * kPanel * element_bytes<kDtype>());
 #pragma GCC unroll 16
-            for (int m = 0; m < kRows; ++m) sum[m][p] = fma(V::set1(a[static_cast<size_t>(m) * lda + k]), weight, sum[m][p]);
+            for (int m = 0; m < kRows; ++m)
+                sum[m][p] = fma(V::set1(a[static_cast<size_t>(m) * lda + k]), weight, sum[m][p]);
         }
 }
 
@@ -46,7 +48,8 @@ void direct(const Panels& w, const float* a, int lda, const Out& out, int m0, in
 #pragma GCC unroll 16
         for (int p = 0; p < kPanels; ++p) sum[m][p] = out.start(m0 + m, panel + p);
     const size_t panel_bytes = w.panel_elements * element_bytes<kDtype>();
-    tile<kDtype, kRows, kPanels>(static_cast<const char*>(w.data) + panel * panel_bytes, panel_bytes, a + static_cast<size_t>(m0) * lda, lda, w.inputs, sum);
+    tile<kDtype, kRows, kPanels>(static_cast<const char*>(w.data) + panel * panel_bytes, panel_bytes,
+                                 a + static_cast<size_t>(m0) * lda, lda, w.inputs, sum);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
@@ -61,7 +64,8 @@ void direct_rows(const Panels& w, const float* a, int lda, const Out& out, int m
     for (; panel < end; ++panel) direct<kDtype, kRows, 1>(w, a, lda, out, m0, panel);
 }
 
-// Many rows: a chunk of a panel is unpacked once to floats in L1 and used by all rows; sums wait in `sums` (n_rows, 16).
+// Many rows: a chunk of a panel is unpacked once to floats in L1 and used by all rows; sums wait in `sums` (n_rows,
+// 16).
 template <int kRows>
 void chunk_rows(const float* unpacked, int inputs, const float* a, int lda, float* sums) {
     V sum[kRows][1];
@@ -93,7 +97,8 @@ void direct_any(int n, const Panels& w, const float* a, int lda, const Out& out,
 }
 
 template <int kDtype>
-void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out& out, int begin, int end, float* scratch) {
+void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out& out, int begin, int end,
+                float* scratch) {
     if (n_rows <= kTile) {
         direct_any<kDtype, kTile>(n_rows, w, a, lda, out, 0, begin, end);
         return;
@@ -108,7 +113,8 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
             const int inputs = w.inputs - k0 < kChunk ? w.inputs - k0 : kChunk;
             const char* chunk = source + static_cast<size_t>(k0) * kPanel * element_bytes<kDtype>();
             for (int k = 0; k < inputs; ++k)
-                V::load_as<kDtype>(chunk + static_cast<size_t>(k) * kPanel * element_bytes<kDtype>()).store(unpacked + k * kPanel);
+                V::load_as<kDtype>(chunk + static_cast<size_t>(k) * kPanel * element_bytes<kDtype>())
+                    .store(unpacked + k * kPanel);
             int m = 0;
             for (int t = 0; t < tiles; ++t) {
                 const int n = (n_rows - m + tiles - t - 1) / (tiles - t);

@@ -51,14 +51,30 @@ V each(F f) {
     for (int j = 0; j < kPanel; ++j) v.lane[j] = f(j);
     return v;
 }
-V operator+(V a, V b) { return each([&](int j) { return a.lane[j] + b.lane[j]; }); }
-V operator-(V a, V b) { return each([&](int j) { return a.lane[j] - b.lane[j]; }); }
-V operator*(V a, V b) { return each([&](int j) { return a.lane[j] * b.lane[j]; }); }
-V operator/(V a, V b) { return each([&](int j) { return a.lane[j] / b.lane[j]; }); }
-V fma(V a, V b, V c) { return each([&](int j) { return std::fma(a.lane[j], b.lane[j], c.lane[j]); }); }
-V max(V a, V b) { return each([&](int j) { return a.lane[j] > b.lane[j] ? a.lane[j] : b.lane[j]; }); }
-V select_ge(V x, V bound) { return each([&](int j) { return x.lane[j] >= bound.lane[j] ? x.lane[j] : 0.0f; }); }
-V select_negative(V key, V negative, V other) { return each([&](int j) { return key.lane[j] < 0 ? negative.lane[j] : other.lane[j]; }); }
+V operator+(V a, V b) {
+    return each([&](int j) { return a.lane[j] + b.lane[j]; });
+}
+V operator-(V a, V b) {
+    return each([&](int j) { return a.lane[j] - b.lane[j]; });
+}
+V operator*(V a, V b) {
+    return each([&](int j) { return a.lane[j] * b.lane[j]; });
+}
+V operator/(V a, V b) {
+    return each([&](int j) { return a.lane[j] / b.lane[j]; });
+}
+V fma(V a, V b, V c) {
+    return each([&](int j) { return std::fma(a.lane[j], b.lane[j], c.lane[j]); });
+}
+V max(V a, V b) {
+    return each([&](int j) { return a.lane[j] > b.lane[j] ? a.lane[j] : b.lane[j]; });
+}
+V select_ge(V x, V bound) {
+    return each([&](int j) { return x.lane[j] >= bound.lane[j] ? x.lane[j] : 0.0f; });
+}
+V select_negative(V key, V negative, V other) {
+    return each([&](int j) { return key.lane[j] < 0 ? negative.lane[j] : other.lane[j]; });
+}
 // p * 2^n, where t = 1.5 * 2^23 + n
 V pow2_scale(V p, V t) {
     return each([&](int j) {

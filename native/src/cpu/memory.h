@@ -9,7 +9,7 @@
 namespace tinyloop::cpu {
 
 class Buffer {
-public:
+  public:
     Buffer() = default;
     // Throws std::bad_alloc. Pages are zero and are taken from the system when first touched.
     explicit Buffer(size_t bytes) : bytes_(bytes) {
@@ -20,7 +20,8 @@ public:
             throw std::bad_alloc();
         }
     }
-    Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    Buffer(Buffer&& other) noexcept
+        : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
     Buffer& operator=(Buffer&& other) noexcept {
         std::swap(data_, other.data_);
         std::swap(bytes_, other.bytes_);
@@ -36,7 +37,7 @@ public:
         return static_cast<T*>(data_);
     }
 
-private:
+  private:
     void* data_ = nullptr;
     size_t bytes_ = 0;
 };

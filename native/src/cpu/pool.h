@@ -11,7 +11,7 @@
 namespace tinyloop::cpu {
 
 class Pool {
-public:
+  public:
     explicit Pool(int threads);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -30,7 +30,7 @@ public:
     // Inside run, by one thread between two barriers that no other thread calls next() between.
     void reset_next() { ticket_.store(0, std::memory_order_relaxed); }
 
-private:
+  private:
     void worker(int id);
     void await_change(const std::atomic<uint32_t>& value, uint32_t old) const;
 

@@ -63,7 +63,10 @@ LayerWeights layer_of(const tl_layer& source, const tl_model_desc& desc, Pool& p
 }  // namespace
 
 Matrix::Matrix(int outputs, int inputs, int dtype)
-    : outputs_(outputs), inputs_(inputs), dtype_(dtype), storage_(static_cast<size_t>(outputs) * inputs * element_bytes(dtype)) {}
+    : outputs_(outputs),
+      inputs_(inputs),
+      dtype_(dtype),
+      storage_(static_cast<size_t>(outputs) * inputs * element_bytes(dtype)) {}
 
 float Matrix::at(int output, int input) const {
     const tl_tensor whole{storage_.as<void>(), dtype_, outputs_, inputs_};
@@ -107,7 +110,8 @@ Weights::Weights(const tl_model_desc& desc, Pool& pool)
 
 size_t Weights::bytes() const {
     size_t total = embed.bytes() + head.bytes() + inject.bytes();
-    for (const LayerWeights& l : layers) total += l.qkv.bytes() + l.wo.bytes() + l.w_gate.bytes() + l.w_up.bytes() + l.w_down.bytes();
+    for (const LayerWeights& l : layers)
+        total += l.qkv.bytes() + l.wo.bytes() + l.w_gate.bytes() + l.w_up.bytes() + l.w_down.bytes();
     return total;
 }
 

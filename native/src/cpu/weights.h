@@ -12,7 +12,7 @@ namespace tinyloop::cpu {
 
 // (outputs, inputs) in panels, see kernels.h. outputs is a multiple of 16.
 class Matrix {
-public:
+  public:
     Matrix() = default;
     Matrix(int outputs, int inputs, int dtype);
 
@@ -27,7 +27,7 @@ public:
     // multiples of 16.
     void fill(const tl_tensor& source, int first_output, int row_head_dim, int col_head_dim, Pool& pool);
 
-private:
+  private:
     int outputs_ = 0, inputs_ = 0, dtype_ = 0;
     Buffer storage_;
 };

@@ -1,0 +1,130 @@
+"""One child process of a fleet: started as production starts it, watched through its output.
+
+`Restarts` decides, without clocks or processes, when a
+dead child is started again. This file must not know which children there are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXIT_CONFIG = 78
+FIRST_DELAY_S = 0.25
+LONGEST_DELAY_S = 10.0
+STEADY_S = 10.0  # ready for this long: the next death counts as the first
+ATTEMPTS = 5  # starts in a row that never became ready
+
+
+@dataclass
+class Restarts:
+    """The back-off of one child. `died` returns the delay in seconds, or None: do not start it again."""
+
+    failures: int = 0  # deaths in a row
+    never_ready: int = 0  # of these, those before READY
+
+    def died(self, status: int, ready_for_s: float | None) -> float | None:
+        """`status` as subprocess gives it; `ready_for_s` is None when it died before READY."""
+        if status == EXIT_CONFIG:
+            return None
+        if ready_for_s is not None and ready_for_s >= STEADY_S:
+            self.failures = 0
+        self.never_ready = 0 if ready_for_s is not None else self.never_ready + 1
+        if self.never_ready >= ATTEMPTS:
+            return None
+        self.failures += 1
+        return min(FIRST_DELAY_S * 2.0 ** (self.failures - 1), LONGEST_DELAY_S)
+
+
+class Child:
+    """`name` is for people, `arguments` follow `python -m`."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self.restarts = Restarts()
+        self.ready_line = ""  # what followed READY; "" until then
+        self.ready_at = 0.0
+        self.start_at: float | None = 0.0  # when to start it; None while it runs, or when it is given up
+        self.status: int | None = None  # of its last death
+        self._arguments = [sys.executable, "-m", *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unfinished = b""
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    def start(self) -> int:
+        """Starts it; returns the descriptor of its output. Only from the main thread: it dies with that
+        thread.
+
+        It gets a session of its own, so that Ctrl-C reaches the fleet alone and children stop in the
+        right order.
+        """
+        self._process = subprocess.Popen(
+            self._arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self.ready_line, self.start_at, self._unfinished = "", None, b""
+        return self._process.stdout.fileno()
+
+    def read(self, now: float) -> tuple[list[str], bool]:
+        """What it has printed since, for the operator, and whether that was all; notices READY."""
+        assert self._process is not None and self._process.stdout is not None
+        data, ended = b"", False
+        try:
+            while more := os.read(self._process.stdout.fileno(), 65536):
+                data += more
+            ended = True
+        except BlockingIOError:
+            pass
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        shown = []
+        for line in (line.decode(errors="replace") for line in lines):
+            if line.startswith("READY") and not self.ready_line:
+                self.ready_line, self.ready_at = line, now
+            else:
+                shown.append(line)
+        return shown, ended
+
+    def ready_field(self, name: str) -> str:
+        """A `name=value` of the READY line."""
+        fields = (word.partition("=") for word in self.ready_line.split())
+        return next((value for key, _, value in fields if key == name), "")
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def reap(self, now: float) -> bool:
+        """Whether it has ended since it was started; then `status` says how and `start_at` when it goes
+        on."""
+        if self._process is None or (status := self._process.poll()) is None:
+            return False
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process, self.status = None, status
+        delay = self.restarts.died(status, now - self.ready_at if self.ready_line else None)
+        self.start_at = None if delay is None else now + delay
+        self.ready_line = ""
+        return True
+
+    def how_it_ended(self) -> str:
+        if self.status is None:
+            return "has not ended"
+        if self.status < 0:
+            return f"was killed by {signal.Signals(-self.status).name}"
+        return f"ended with status {self.status}"

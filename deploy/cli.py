@@ -1,0 +1,230 @@
+"""The `tinyloop` command: flags in, one function of another file out. Starts fast: each command imports
+its own needs.
+
+Exit statuses are those of EXITS, for every command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+EXITS = """exit status:
+  0    done
+  1    it failed: the engine, a replica or the fleet broke on it; trying again may help
+  2    the command or the request is wrong; the message says what is accepted
+  69   no fleet answers at the endpoint
+  75   not now: the fleet is overloaded or the deadline passed; try again later
+  78   the model file or the configuration is wrong
+  130  interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status."""
+    flags = _parser().parse_args(arguments)
+    from tinyloop_serve.deploy import outcome
+
+    with outcome.reported(as_json=getattr(flags, "json", False)) as result:
+        result.status = _COMMANDS[flags.command](flags)
+    return result.status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "tinyloop",
+        description="Serve looped language models: choose the number of loops per request.",
+        epilog=EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="a dispatcher and replicas in the foreground, until Ctrl-C")
+    up.add_argument("--model", metavar="FILE", help="a .tinyloop artifact (default: the demo model)")
+    up.add_argument("--replicas", type=_positive, default=2, metavar="N", help="default 2")
+    up.add_argument(
+        "--threads", type=_positive, default=0, metavar="N", help="per replica (default: share cores)"
+    )
+    up.add_argument("--max-seq-len", type=_positive, default=0, metavar="N", help="default: the model's")
+    up.add_argument("--log", default="", metavar="FILE", help="append a JSON line per request")
+    up.add_argument(
+        "--die-with-parent", type=_positive, default=0, metavar="PID", help="stop when PID is gone"
+    )
+
+    generate = commands.add_parser("generate", help="complete a text; `-` reads it from standard input")
+    generate.add_argument("text", metavar="TEXT")
+    generate.add_argument(
+        "--chat", action="store_true", help="TEXT is a question: use the model's chat template"
+    )
+    generate.add_argument("--system", default="", metavar="TEXT", help="system message, with --chat")
+    generate.add_argument(
+        "--json", action="store_true", help="one JSON object: text, tokens, stop_reason, stats"
+    )
+
+    chat = commands.add_parser("chat", help="a conversation, line by line")
+    chat.add_argument("--system", default="", metavar="TEXT", help="system message")
+    for command in (generate, chat):
+        _add_options(command)
+
+    status = commands.add_parser("status", help="replicas, queues and counts of the fleet")
+    status.add_argument("--json", action="store_true")
+
+    for command in (up, generate, chat, status):
+        command.add_argument(
+            "--endpoint", metavar="E", help="default: $TINYLOOP_ENDPOINT, or this user's own fleet"
+        )
+
+    inspect = commands.add_parser("inspect", help="what is in a .tinyloop artifact")
+    inspect.add_argument("path", metavar="PATH")
+    inspect.add_argument("--json", action="store_true")
+
+    convert = commands.add_parser("convert", help="make a .tinyloop artifact from a GGUF file")
+    convert.add_argument("source", metavar="SOURCE")
+    convert.add_argument("target", metavar="TARGET")
+    convert.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16", help="of the weights")
+    for command in commands.choices.values():
+        command.allow_abbrev = False
+    return parser
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    """The fields of a request. What is left out has the protocol's own default."""
+    suppress = argparse.SUPPRESS
+    command.add_argument(
+        "--loops", type=int, default=suppress, metavar="N", help="depth (default: the model's)"
+    )
+    command.add_argument("--max-tokens", type=int, default=suppress, metavar="N", help="default 128")
+    command.add_argument("--seed", type=int, default=suppress, metavar="S", help="default 0")
+    command.add_argument(
+        "--temperature", type=float, default=suppress, metavar="T", help="0 = greedy (default)"
+    )
+    command.add_argument("--top-k", type=int, default=suppress, metavar="N", help="0 = off (default)")
+    command.add_argument("--top-p", type=float, default=suppress, metavar="P", help="1 = off (default)")
+    command.add_argument("--min-p", type=float, default=suppress, metavar="P", help="0 = off (default)")
+    command.add_argument(
+        "--repetition-penalty", type=float, default=suppress, metavar="R", help="1 = off (default)"
+    )
+    command.add_argument(
+        "--stop", action="append", default=suppress, metavar="S", help="end before S; repeatable"
+    )
+    command.add_argument("--ignore-eos", action="store_true", default=suppress, help="go on to --max-tokens")
+    command.add_argument("--cache-mode", default=suppress, metavar="M", help="fp16 (default)")
+    command.add_argument(
+        "--deadline-s", type=float, default=suppress, metavar="S", help="give up after S seconds"
+    )
+
+
+OPTIONS = {
+    *("loops", "max_tokens", "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("stop", "ignore_eos", "cache_mode", "deadline_s"),
+}
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; expected a whole number from 1")
+    return int(text)
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"tinyloop {version()}")
+        parser.exit()
+
+
+def version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("tinyloop-serve")
+    except metadata.PackageNotFoundError:
+        return "0 (not installed)"
+
+
+# ------------------------------------------------------------------ the commands
+
+
+def _up(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy.fleet import Fleet, Plan
+
+    if flags.die_with_parent:
+        from tinyloop_serve.replica.process import die_with_parent
+
+        die_with_parent(flags.die_with_parent)
+    plan = Plan(
+        model=flags.model or _demo_model(),
+        endpoint=_endpoint(flags),
+        replicas=flags.replicas,
+        threads=flags.threads,
+        max_seq_len=flags.max_seq_len,
+        log=flags.log,
+    )
+    return Fleet(plan).run()
+
+
+def _generate(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import ask
+
+    text = sys.stdin.read() if flags.text == "-" else flags.text
+    messages = ask.conversation(flags.system, text) if flags.chat else None
+    return ask.generate(_endpoint(flags), text, messages, _options(flags), as_json=flags.json)
+
+
+def _chat(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import ask
+
+    return ask.chat(_endpoint(flags), flags.system, _options(flags))
+
+
+def _status(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import report
+
+    return report.status(_endpoint(flags), as_json=flags.json)
+
+
+def _inspect(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import report
+
+    return report.inspect(flags.path, as_json=flags.json)
+
+
+def _convert(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import report
+
+    return report.convert(flags.source, flags.target, flags.dtype)
+
+
+_COMMANDS = {
+    "up": _up,
+    "generate": _generate,
+    "chat": _chat,
+    "status": _status,
+    "inspect": _inspect,
+    "convert": _convert,
+}
+
+
+def _endpoint(flags: argparse.Namespace) -> str:
+    from tinyloop_serve.deploy.endpoints import default_endpoint
+
+    return flags.endpoint or default_endpoint()
+
+
+def _options(flags: argparse.Namespace) -> dict[str, object]:
+    return {name: value for name, value in vars(flags).items() if name in OPTIONS}
+
+
+def _demo_model() -> str:
+    from tinyloop_serve.native import demo_model_path
+
+    return str(demo_model_path())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

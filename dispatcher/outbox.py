@@ -1,0 +1,84 @@
+"""Frames for clients that cannot take them yet: bounded in bytes and in time, one queue per client.
+
+ZeroMQ's own queues must never be the queue: they drop silently and grow in the kernel. At `max_bytes`, or
+when a client has read nothing for `stall_s`, it is SLOW: its requests are to be failed, which adds their
+short terminal messages and stops the flow. At twice either bound it is GONE and its queue is dropped. No
+client ever delays another: nothing here waits. This file must not know messages or sockets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+OVERHEAD_BYTES = 100  # of a queued message, roughly
+
+
+class Verdict(Enum):
+    FINE = "fine"
+    SLOW = "slow"
+    GONE = "gone"
+
+
+Attempt = Callable[[bytes, list[bytes]], Verdict]  # sends now: FINE, SLOW (its pipe is full), GONE
+
+
+@dataclass(slots=True)
+class _Backlog:
+    moved_at: float  # when the client last took something
+    frames: deque[tuple[list[bytes], int]] = field(default_factory=deque)  # a message, its size
+    size: int = 0
+
+
+class Outbox:
+    def __init__(self, attempt: Attempt, max_bytes: int, stall_s: float) -> None:
+        self._attempt = attempt
+        self._max_bytes = max_bytes
+        self._stall_s = stall_s
+        self._backlogs: dict[bytes, _Backlog] = {}
+
+    def __len__(self) -> int:
+        """Clients that have frames waiting."""
+        return len(self._backlogs)
+
+    def post(self, client: bytes, frames: list[bytes], now: float) -> Verdict:
+        """Sends or queues one message, in order. After GONE nothing of the client is left here."""
+        backlog = self._backlogs.get(client)
+        if backlog is None:
+            first = self._attempt(client, frames)
+            if first is not Verdict.SLOW:
+                return first
+            backlog = self._backlogs[client] = _Backlog(now)
+        size = sum(map(len, frames)) + OVERHEAD_BYTES
+        backlog.frames.append((frames, size))
+        backlog.size += size
+        return self._judge(client, backlog, now)
+
+    def flush(self, now: float) -> list[tuple[bytes, Verdict]]:
+        """Tries again; returns the clients that are not FINE."""
+        verdicts = [(client, self._push(client, now)) for client in list(self._backlogs)]
+        return [(client, verdict) for client, verdict in verdicts if verdict is not Verdict.FINE]
+
+    def _push(self, client: bytes, now: float) -> Verdict:
+        backlog = self._backlogs[client]
+        while backlog.frames:
+            frames, size = backlog.frames[0]
+            attempt = self._attempt(client, frames)
+            if attempt is Verdict.SLOW:
+                return self._judge(client, backlog, now)
+            if attempt is Verdict.GONE:
+                break
+            backlog.frames.popleft()
+            backlog.size -= size
+            backlog.moved_at = now
+        del self._backlogs[client]
+        return Verdict.GONE if backlog.frames else Verdict.FINE
+
+    def _judge(self, client: bytes, backlog: _Backlog, now: float) -> Verdict:
+        excess = max(backlog.size / self._max_bytes, (now - backlog.moved_at) / self._stall_s)
+        if excess > 2:
+            del self._backlogs[client]
+            return Verdict.GONE
+        return Verdict.SLOW if excess > 1 else Verdict.FINE

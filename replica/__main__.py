@@ -1,0 +1,115 @@
+"""`python -m tinyloop_serve.replica`: load the model, bind, say READY, serve until SIGTERM.
+
+    exit status 0    stopped by SIGTERM or SIGINT, or the parent process is gone
+                1    failed
+                78   a flag or the artifact is wrong: restarting does not help
+
+READY is one line on standard output: `READY name=r0 endpoint=ipc:///... startup_ms=200 rss_mb=40.1`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import zmq
+from msgspec.structs import replace
+
+from tinyloop_serve import native
+from tinyloop_serve.native import errors
+from tinyloop_serve.protocol.messages import ModelInfo, Ready
+from tinyloop_serve.replica import process
+from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
+from tinyloop_serve.replica.executor import Executor
+from tinyloop_serve.replica.server import EndpointTaken, Mailbox, Server
+from tinyloop_serve.replica.session import Session
+from tinyloop_serve.replica.text import Vocabulary
+
+LAST_STEP_S = 3.0  # for the engine to end a step after it was told to stop
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        config = parse(arguments)
+        if config.parent:
+            process.die_with_parent(config.parent)
+        mailbox = Mailbox()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, mailbox.request_stop)
+        model = native.Model(
+            config.model, max_seq_len=config.max_seq_len, threads=config.threads, device=config.device
+        )
+        vocabulary = _vocabulary(config, model)
+    except ConfigFault as error:
+        return _give_up(str(error), EXIT_CONFIG)
+    except errors.TinyLoopError as error:
+        temporary = isinstance(error, errors.OutOfMemoryError)
+        return _give_up(f"cannot load {config.model}: {error}", 1 if temporary else EXIT_CONFIG)
+    os.umask(0o007)  # the socket is for our group, at most
+    try:
+        server = Server(config.endpoint, mailbox)
+    except (EndpointTaken, OSError, zmq.ZMQError) as error:
+        return _give_up(f"cannot bind {config.endpoint}: {error}", 1)
+
+    executor = Executor(model, vocabulary, config.name, mailbox.post)
+    ready = _announcement(config, model, vocabulary is not None)
+    session = Session(
+        executor,
+        announce=lambda: replace(ready, memory_bytes=process.resident_bytes()),
+        life_signs=lambda: (model.step_counter, process.resident_bytes()),
+    )
+    _say_ready(config)
+    server.run(session, config.drain_s)
+    server.close()
+    if not executor.stop(LAST_STEP_S):
+        os._exit(0)  # the thread is inside the engine: the interpreter must not be torn down under it
+    model.close()
+    return 0
+
+
+def _vocabulary(config: Config, model: native.Model) -> Vocabulary | None:
+    tokenizer = model.metadata.get("tokenizer", "")
+    if not tokenizer:
+        return None
+    try:
+        return Vocabulary(tokenizer, hidden=model.config["eos_ids"])
+    except ValueError as error:
+        raise ConfigFault(f"{config.model}: metadata.tokenizer: {error}") from error
+
+
+def _announcement(config: Config, model: native.Model, has_tokenizer: bool) -> Ready:
+    shape = model.config
+    info = ModelInfo(
+        name=os.path.basename(config.model).removesuffix(".tinyloop"),
+        fingerprint=model.fingerprint,
+        vocab_size=shape["vocab_size"],
+        loops=shape["loops"],
+        max_loops=shape.get("max_loops", shape["loops"]),
+        max_seq_len=model.max_seq_len,
+        parameters=model.parameters,
+        has_tokenizer=has_tokenizer,
+        chat_template=model.metadata.get("chat_template", ""),
+    )
+    return Ready(
+        name=config.name,
+        pid=os.getpid(),
+        device=model.device,
+        model=info,
+        tokenizer=model.metadata.get("tokenizer", ""),
+        add_bos=shape["bos_id"] if shape.get("add_bos") else -1,
+    )
+
+
+def _say_ready(config: Config) -> None:
+    numbers = f"startup_ms={process.age_ms():.0f} rss_mb={process.resident_bytes() / 1e6:.1f}"
+    print(f"READY name={config.name} endpoint={config.endpoint} {numbers}", flush=True)
+
+
+def _give_up(reason: str, status: int) -> int:
+    print(f"tinyloop-replica: {reason}", file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Configuration of one replica: parsed once, from flags, into a frozen structure. Opens and imports
+nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+EXIT_CONFIG = 78  # EX_CONFIG: a service manager must not restart us
+IPC_PATH_BYTES = 107  # sockaddr_un.sun_path
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+class ConfigFault(Exception):
+    """A flag is wrong; trying again unchanged fails again."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Times in seconds, lengths in tokens."""
+
+    model: str  # path of the .tinyloop file
+    endpoint: str  # that this replica binds
+    name: str  # for people: status, logs, stats
+    threads: int = 0  # of the engine; 0 = TINYLOOP_THREADS, else all cores
+    max_seq_len: int = 0  # 0 = the model's
+    device: str = "cpu"
+    drain_s: float = 2.0  # how long a run may go on after SIGTERM
+    parent: int = 0  # process id of the supervisor we die with; 0 = none
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """The configuration from command-line `arguments`.
+
+    Raises `ConfigFault`; the process must then exit with `EXIT_CONFIG`.
+    """
+    parser = _Parser(
+        "tinyloop-replica", allow_abbrev=False, description="One model, one socket, one decoder."
+    )
+    parser.add_argument("--model", required=True, metavar="FILE", help="the .tinyloop artifact to serve")
+    parser.add_argument(
+        "--endpoint", required=True, type=_endpoint, help="ipc:///path or tcp://127.0.0.1:port to bind"
+    )
+    parser.add_argument("--name", default="", help="shown in status and stats (default: from the endpoint)")
+    parser.add_argument("--threads", type=_count, default=0, metavar="N", help="0 = all cores (default)")
+    parser.add_argument(
+        "--max-seq-len", type=_count, default=0, metavar="N", help="0 = the model's (default)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu (default)")
+    parser.add_argument(
+        "--drain-s", type=_seconds, default=2.0, metavar="S", help="for the run in progress at SIGTERM"
+    )
+    parser.add_argument(
+        "--die-with-parent",
+        dest="parent",
+        type=_count,
+        default=0,
+        metavar="PID",
+        help="stop when PID is gone",
+    )
+    flags = vars(parser.parse_args(list(arguments)))
+    flags["name"] = flags["name"] or flags["endpoint"].rpartition("/")[2].removesuffix(".sock")
+    return Config(**flags)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigFault(message)
+
+
+def _endpoint(text: str) -> str:
+    scheme, _, address = text.partition("://")
+    if scheme == "ipc" and address.startswith("/"):
+        if len(address.encode()) > IPC_PATH_BYTES:
+            raise argparse.ArgumentTypeError(f"{text!r}: the path is longer than {IPC_PATH_BYTES} bytes")
+        return text
+    if scheme == "tcp" and address.rpartition(":")[0] in LOOPBACK:
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not accepted; expected ipc:///absolute/path or tcp://127.0.0.1:port"
+        " (tcp is not encrypted yet, so it may not leave the machine)"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; expected a whole number from 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; expected seconds from 0 to 86400")
+    return seconds

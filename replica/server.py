@@ -1,0 +1,159 @@
+"""The replica's one socket and its loop. It never blocks: decoding is in the executor's thread, decisions
+in Session.
+
+A request on this side: frames from the dispatcher -> `Session.handle` -> `Executor` -> the engine; each
+step's tokens come back as an `Outcome` -> `Session.relay` -> frames to the dispatcher. This file must not
+know the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import zmq
+
+from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_REPLICA
+from tinyloop_serve.protocol.errors import TinyLoopError
+from tinyloop_serve.protocol.messages import FromReplica
+from tinyloop_serve.replica.executor import Outcome
+from tinyloop_serve.replica.session import Session
+
+FRAMES_PER_TURN = 64  # messages read before outcomes are looked at again
+FAREWELL_MS = 500  # for the last frames to leave
+FOREVER = float("inf")
+
+
+class EndpointTaken(Exception):
+    """Another process has bound the endpoint."""
+
+
+class Mailbox:
+    """What other threads and signal handlers leave for the loop; `fd` is readable when there is something."""
+
+    def __init__(self) -> None:
+        self.fd, self._wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.stop_requested = False
+        self._outcomes: deque[Outcome] = deque()
+
+    def post(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._wake()
+
+    def request_stop(self, *_: object) -> None:
+        self.stop_requested = True
+        self._wake()
+
+    def collect(self) -> list[Outcome]:
+        try:
+            os.read(self.fd, 4096)
+        except BlockingIOError:
+            pass
+        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_fd, b"\0")
+        except BlockingIOError:
+            pass  # full: the loop is awake anyway
+
+
+class Server:
+    """Binds in the constructor: a dispatcher may connect from then on. Raises `EndpointTaken`,
+    `zmq.ZMQError`."""
+
+    def __init__(self, endpoint: str, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else ""
+        self._lock = _lock(self._path)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(
+            zmq.ROUTER_MANDATORY, 1
+        )  # a dispatcher that is gone is an error, not a silence
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # the credit bounds it: one run's frames
+        self._socket.setsockopt(zmq.MAXMSGSIZE, TO_REPLICA.max_body_bytes)
+        self._socket.setsockopt(zmq.LINGER, FAREWELL_MS)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def run(self, session: Session, drain_s: float) -> None:
+        """Serves until a stop is requested and, for `drain_s` at most, the run in progress has ended."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._mailbox.fd, zmq.POLLIN)
+        leave_at = FOREVER
+        while True:
+            if self._mailbox.stop_requested:
+                leave_at = min(leave_at, time.monotonic() + drain_s)
+                if not session.busy or time.monotonic() >= leave_at:
+                    break
+            poller.poll(_milliseconds_until(leave_at))
+            for outcome in self._mailbox.collect():
+                if (peer := session.relay(outcome)) is not None:
+                    self._send(session, peer, outcome.step, outcome.payloads)
+            self._receive(session)
+        for peer, message in session.leave():
+            self._send(session, peer, message)
+
+    def close(self) -> None:
+        """Frames already said still leave, for `FAREWELL_MS` at most."""
+        self._context.destroy()
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+        os.close(self._lock)
+
+    def _receive(self, session: Session) -> None:
+        for _ in range(FRAMES_PER_TURN):
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                message = TO_REPLICA.decode(frames)
+            except TinyLoopError as error:
+                with contextlib.suppress(OSError):  # nobody may be left to read it
+                    print(f"refused a message: {error}", file=sys.stderr, flush=True)
+                continue
+            for to, reply in session.handle(peer, message):
+                self._send(session, to, reply)
+
+    def _send(
+        self, session: Session, peer: bytes, message: FromReplica, payloads: Sequence[bytes] = ()
+    ) -> None:
+        try:
+            self._socket.send_multipart([peer, *FROM_REPLICA.encode(message, payloads)], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            session.lost(peer)
+
+
+def _milliseconds_until(when: float) -> int | None:
+    return None if when == FOREVER else max(0, math.ceil((when - time.monotonic()) * 1000))
+
+
+def _lock(path: str) -> int:
+    """Holds `<path>.lock` for the life of the process: a second bind of an ipc path silently steals it.
+
+    The lock file stays: removing it would race with the next owner. tcp ("") needs none, its bind fails.
+    """
+    if not path:
+        return os.open(os.devnull, os.O_RDONLY)
+    fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise EndpointTaken(f"another process serves {path}") from None
+    return fd

@@ -1,0 +1,108 @@
+"""Who the replica works for, and what it answers; no sockets, no engine calls.
+
+A replica works for the dispatcher whose `Hello` came last. Every Hello starts afresh: what was running
+before it is cancelled and its frames go nowhere, for the dispatcher that said Hello again has given those
+requests up. Messages of anybody else are ignored. A `Run` that comes while another is at work (the credit
+is not kept, or the former run is still being cancelled) waits its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tinyloop_serve.protocol.messages import (
+    CancelLanes,
+    FromReplica,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Ready,
+    Run,
+    ToReplica,
+)
+from tinyloop_serve.replica.executor import Job, Outcome
+
+Reply = tuple[bytes, FromReplica]
+
+
+class Jobs(Protocol):
+    def submit(self, run: Run) -> Job: ...
+
+
+class Session:
+    """`announce` describes this replica now; `life_signs` are the engine's step counter and the resident
+    bytes."""
+
+    def __init__(
+        self, jobs: Jobs, announce: Callable[[], Ready], life_signs: Callable[[], tuple[int, int]]
+    ) -> None:
+        self._jobs = jobs
+        self._announce = announce
+        self._life_signs = life_signs
+        self._peer: bytes | None = None  # routing id of the dispatcher
+        self._live: list[Job] = []  # running or waiting, the dispatcher's and those it gave up
+        self._wanted: set[Job] = set()  # of the live ones, those whose frames the dispatcher waits for
+
+    @property
+    def busy(self) -> bool:
+        """Somebody still waits for a run to end."""
+        return bool(self._wanted)
+
+    def handle(self, peer: bytes, message: ToReplica) -> list[Reply]:
+        """The answers to `message`, each with the routing id it goes to."""
+        if isinstance(message, Hello):
+            return self._start_afresh(peer)
+        if peer != self._peer:
+            return []
+        match message:
+            case Run():
+                job = self._jobs.submit(message)
+                self._live.append(job)
+                self._wanted.add(job)
+            case CancelLanes():
+                for job in self._wanted:
+                    job.cancel(message.keys)
+            case Ping():
+                return [(peer, self._pong(message))]
+            case Goodbye():
+                self.abandon()
+        return []
+
+    def relay(self, outcome: Outcome) -> bytes | None:
+        """Where the frames of `outcome` go; None: nobody waits for them."""
+        wanted = outcome.job in self._wanted
+        if outcome.step.idle:
+            self._live.remove(outcome.job)
+            self._wanted.discard(outcome.job)
+        return self._peer if wanted else None
+
+    def lost(self, peer: bytes) -> None:
+        """Frames to `peer` can no longer be delivered."""
+        if peer == self._peer:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Nobody is left to work for."""
+        self._peer = None
+        self._wanted.clear()
+        for job in self._live:
+            job.cancel()
+
+    def leave(self) -> list[Reply]:
+        """Says goodbye; what is still running is given up, and the dispatcher will see to its clients."""
+        farewell: list[Reply] = [(self._peer, Goodbye())] if self._peer is not None else []
+        self.abandon()
+        return farewell
+
+    def _start_afresh(self, peer: bytes) -> list[Reply]:
+        farewell = self.leave() if self._peer != peer else []
+        self.abandon()
+        self._peer = peer
+        return [*farewell, (peer, self._announce())]
+
+    def _pong(self, ping: Ping) -> Pong:
+        step_counter, memory_bytes = self._life_signs()
+        running = sum(job.live for job in self._live)
+        return Pong(n=ping.n, step_counter=step_counter, running=running, memory_bytes=memory_bytes)

@@ -1,0 +1,159 @@
+"""The batching policy alone: sizes, waiting, order, starvation. Catches: a wrong batch size, a bucket that
+starves, a lane that shares a batch with another shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tinyloop_serve.dispatcher.buckets import Buckets
+from tinyloop_serve.dispatcher.config import load
+from tinyloop_serve.dispatcher.requests import Request
+from tinyloop_serve.protocol.messages import Generate, Sampling
+
+WAIT_S = 0.010
+
+
+class Queue:
+    """Buckets with a short way to put requests in; keys count the arrivals."""
+
+    def __init__(self, **options: Any) -> None:
+        raw = {"front": "ipc:///x/f", "replicas": ["ipc:///x/r"], "max_wait_ms": 1000 * WAIT_S}
+        self.buckets = Buckets(load(raw | options))
+        self.key = 0
+
+    def put(
+        self, count: int = 1, *, now: float = 0.0, max_tokens: int = 10, **sampling: Any
+    ) -> list[Request]:
+        asked = Generate(id="a", prompt_tokens=b"\0\0\0\0", max_tokens=max_tokens)
+        added = []
+        for _ in range(count):
+            self.key += 1
+            request = Request(self.key, b"c", asked, now)
+            request.shape = self.buckets.shape_of(Sampling(loops=4, **sampling), max_tokens)
+            self.buckets.put(request)
+            added.append(request)
+        return added
+
+    def take(self, now: float) -> tuple[int, int] | None:
+        """(lanes, batch size) of the next call."""
+        call = self.buckets.take(now)
+        return (len(call.lanes), call.batch_size) if call else None
+
+
+@pytest.mark.parametrize(
+    "ready, expected", [(2, (2, 2)), (3, (3, 4)), (4, (4, 4)), (5, (5, 8)), (8, (8, 8)), (9, (8, 8))]
+)
+def test_the_smallest_batch_size_that_holds_the_ready_requests(ready: int, expected: tuple[int, int]) -> None:
+    queue = Queue(batch_sizes=[2, 4, 8])
+    queue.put(ready)
+    assert queue.take(0.0) == expected
+
+
+def test_a_lone_request_waits_for_company_and_then_runs_alone() -> None:
+    queue = Queue()
+    queue.put(now=1.0)
+    assert queue.take(1.0) is None
+    assert queue.buckets.ripe_at() == 1.0 + WAIT_S
+    assert queue.take(1.0 + WAIT_S) == (1, 1)
+    assert queue.buckets.ripe_at() == float("inf")
+
+
+def test_below_min_batch_size_each_runs_alone_and_from_it_on_together() -> None:
+    queue = Queue(min_batch_size=4)
+    queue.put(3)
+    assert queue.take(0.0) is None
+    assert queue.take(WAIT_S) == (1, 1)
+    queue.put(2, now=WAIT_S)
+    assert queue.take(WAIT_S) == (4, 4)
+
+
+def test_min_batch_size_one_does_not_wait() -> None:
+    queue = Queue(min_batch_size=1)
+    queue.put()
+    assert queue.take(0.0) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"loops": 8},
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"cache_mode": "int8"},
+    ],
+)
+def test_what_a_batch_must_share_keeps_requests_apart(other: dict[str, Any]) -> None:
+    queue = Queue()
+    shape = queue.buckets.shape_of(Sampling(loops=4), 10)
+    different = queue.buckets.shape_of(Sampling(**({"loops": 4} | other)), 10)
+    assert shape != different
+
+
+def test_bands_of_max_tokens() -> None:
+    queue = Queue(max_tokens_bands=[32, 128])
+    bands = [queue.buckets.shape_of(Sampling(), n).band for n in (1, 32, 33, 128, 129, 5000)]
+    assert bands == [32, 32, 128, 128, 0, 0]
+
+
+@pytest.mark.parametrize("sampling", [{"cache_window": 64}, {"beam_size": 2}])
+def test_shapes_that_cannot_be_batched_run_alone_at_once(sampling: dict[str, Any]) -> None:
+    queue = Queue()
+    queue.put(3, **sampling)
+    assert [queue.take(0.0) for _ in range(4)] == [(1, 1), (1, 1), (1, 1), None]
+
+
+def test_first_come_first_served_in_a_bucket_even_after_slow_tokenising() -> None:
+    queue = Queue()
+    first, second, third = queue.put(3)
+    queue.buckets.remove(first)
+    queue.buckets.put(first)  # its text took longer to become tokens
+    call = queue.buckets.take(0.0)
+    assert call and call.lanes == [first, second, third]
+
+
+def test_a_rare_bucket_beside_a_hot_one_waits_for_one_run_at_most() -> None:
+    queue = Queue(batch_sizes=[2, 4])
+    run_s, now = 0.1, 0.0
+    (hot,) = queue.put(max_tokens=10, now=now)
+    assert hot.shape
+    rare: Request | None = None
+    for turn in range(50):
+        queue.put(8, now=now)  # the hot backlog only grows, and its head is ever older
+        if turn == 10:
+            (rare,) = queue.put(now=now + run_s / 2, temperature=1.0)
+        call = queue.buckets.take(now)
+        assert call
+        if rare in call.lanes:
+            assert rare and now - rare.arrived <= WAIT_S + run_s
+            return
+        now += run_s
+        queue.buckets.ended(call.shape, now)
+    raise AssertionError("starved")
+
+
+def test_a_flood_of_new_shapes_does_not_starve_an_old_one() -> None:
+    queue = Queue()
+    old = queue.put(2, now=0.0)
+    for turn in range(50):
+        now = 0.1 * turn
+        for fresh in range(3):
+            queue.put(2, now=now, temperature=1 + turn + fresh / 10)
+        call = queue.buckets.take(now)
+        assert call
+        if old[0] in call.lanes:
+            return
+        queue.buckets.ended(call.shape, now + 0.1)
+    raise AssertionError("starved")
+
+
+def test_removing_the_last_request_removes_the_bucket() -> None:
+    queue = Queue()
+    (request,) = queue.put()
+    queue.buckets.remove(request)
+    assert list(queue.buckets) == []
+    assert queue.take(1.0) is None

@@ -1,0 +1,363 @@
+"""The command line without a fleet: what flags become, how commands end, where sockets are, when children
+restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyloop_serve.deploy import ask, cli, endpoints, outcome, report
+from tinyloop_serve.deploy.chat_template import render
+from tinyloop_serve.deploy.children import ATTEMPTS, EXIT_CONFIG, LONGEST_DELAY_S, Child, Restarts
+from tinyloop_serve.deploy.connect import connect
+from tinyloop_serve.deploy.fleet import Plan
+from tinyloop_serve.deploy.outcome import CommandFault
+from tinyloop_serve.native import errors as native
+from tinyloop_serve.protocol import errors as protocol
+from tinyloop_serve.protocol.messages import BucketStatus, ModelInfo, ReplicaStatus, Status
+
+
+@pytest.fixture
+def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory whose path leaves room for a socket's, and no other place for one."""
+    monkeypatch.delenv("TINYLOOP_ENDPOINT", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with tempfile.TemporaryDirectory(prefix="tl-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+# ------------------------------------------------------------------ flags
+
+
+def test_flags_become_options_and_what_is_left_out_stays_the_protocols(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def generate(*arguments: Any, **named: Any) -> int:
+        calls.append((*arguments, named))
+        return 0
+
+    monkeypatch.setattr(ask, "generate", generate)
+    monkeypatch.setenv("TINYLOOP_ENDPOINT", "ipc:///run/x/front.sock")
+    assert cli.main(["generate", "The definition of"]) == 0
+    assert calls.pop() == ("ipc:///run/x/front.sock", "The definition of", None, {}, {"as_json": False})
+    flags = (
+        "generate --endpoint ipc:///e --loops 4 --max-tokens 9 --seed 18446744073709551615 --temperature 0.5"
+        " --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --stop a --stop b --ignore-eos"
+        " --cache-mode fp16 --deadline-s 2.5 --json --chat --system S Q"
+    )
+    assert cli.main(flags.split()) == 0
+    options = {
+        **{"loops": 4, "max_tokens": 9, "seed": 2**64 - 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9},
+        **{"min_p": 0.1, "repetition_penalty": 1.1, "stop": ["a", "b"], "ignore_eos": True},
+        **{"cache_mode": "fp16", "deadline_s": 2.5},
+    }
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
+    assert calls.pop() == ("ipc:///e", "Q", messages, options, {"as_json": True})
+
+
+def test_text_can_come_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    def generate(endpoint: str, text: str, *_: Any, **__: Any) -> int:
+        texts.append(text)
+        return 0
+
+    monkeypatch.setattr(ask, "generate", generate)
+    monkeypatch.setattr("sys.stdin.read", lambda: "from a pipe\n", raising=False)
+    assert cli.main(["generate", "-"]) == 0
+    assert texts == ["from a pipe\n"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "nonsense",
+        "generate",
+        "generate a --loops x",
+        "up --replicas 0",
+        "generate a --loop 3",
+        "convert a",
+    ],
+)
+def test_wrong_usage_exits_2(flags: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(flags.split())
+    assert ended.value.code == outcome.USAGE
+
+
+def test_help_documents_every_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    for status in (outcome.FAILED, outcome.USAGE, outcome.UNAVAILABLE, outcome.TRY_LATER, outcome.CONFIG):
+        assert f"\n  {status} " in shown
+    assert f"\n  {outcome.INTERRUPTED} " in shown
+
+
+def test_the_command_starts_without_what_it_does_not_need() -> None:
+    code = """
+import sys
+from tinyloop_serve.deploy.cli import main
+try:
+    main(["--version"])
+finally:
+    print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("tinyloop ")
+    loaded = set(done.stdout.split())
+    assert not loaded & {
+        "zmq",
+        "msgspec",
+        "numpy",
+        "tokenizers",
+        "tinyloop_serve.native",
+        "jinja2",
+        "subprocess",
+    }
+
+
+# ------------------------------------------------------------------ how commands end
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (protocol.ConnectFailed("nobody"), 69),
+        (protocol.AuthError("key"), 69),
+        (protocol.ProtocolError("version"), 1),
+        (protocol.Overloaded("full"), 75),
+        (protocol.Unavailable("none"), 75),
+        (protocol.DeadlineExceeded("late"), 75),
+        (protocol.LimitExceeded("long", field="max_tokens", value="9", accepted="1 to 5"), 2),
+        (protocol.InvalidRequest("bad"), 2),
+        (protocol.ReplicaLost("gone"), 1),
+        (protocol.EngineFailed("broke"), 1),
+        (native.ArtifactError("bad", field="config.loops", value=-1), 78),
+        (native.BackendUnavailable("no gpu"), 78),
+        (CommandFault("no template"), 2),
+        (FileNotFoundError("no file"), 1),
+        (endpoints.UnsafeDirectory("open"), 78),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_every_error_is_one_message_and_one_status(
+    error: BaseException, status: int, as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with outcome.reported(as_json=as_json) as result:
+        raise error
+    assert result.status == status  # type: ignore[unreachable]
+    shown = capsys.readouterr()
+    assert str(error) in shown.err and "Traceback" not in shown.err
+    assert ("tinyloop up" in shown.err) == (status == 69)
+    if as_json and status != 130:
+        described = json.loads(shown.out)["error"]
+        assert described["message"] == str(error)
+        if isinstance(error, protocol.LimitExceeded):
+            assert described == {
+                **{"code": "limit", "message": "long", "field": "max_tokens"},
+                **{"value": "9", "accepted": "1 to 5"},
+            }
+    else:
+        assert shown.out == ""
+
+
+def test_our_own_mistakes_are_not_hidden() -> None:
+    with pytest.raises(ZeroDivisionError), outcome.reported(as_json=False):
+        raise ZeroDivisionError
+
+
+# ------------------------------------------------------------------ where sockets are
+
+
+def test_client_and_fleet_agree_on_a_private_place(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert endpoints.runtime_directory() == f"{short_tmp}/tinyloop-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_tmp))
+    assert endpoints.default_endpoint() == f"ipc://{short_tmp}/tinyloop/front.sock"
+    monkeypatch.setenv("TINYLOOP_ENDPOINT", "tcp://127.0.0.1:5000")
+    assert endpoints.default_endpoint() == "tcp://127.0.0.1:5000"
+
+
+def test_a_path_too_long_for_a_socket_is_not_taken(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = short_tmp / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    for base in (endpoints.runtime_directory(), endpoints.replica_directory("ipc:///e")):
+        assert base.startswith(f"{short_tmp}/tinyloop-")
+    longest = f"{endpoints.replica_directory('ipc:///e')}/replica-999.sock"
+    assert len(longest) <= endpoints.IPC_PATH_BYTES
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    assert endpoints.runtime_directory().startswith("/")
+
+
+def test_a_directory_that_others_can_open_is_refused(short_tmp: Path) -> None:
+    directory = endpoints.runtime_directory()
+    endpoints.check_private(directory)  # missing is fine
+    endpoints.make_private(directory)
+    assert os.stat(directory).st_mode & 0o777 == 0o700
+    os.chmod(directory, 0o750)
+    with pytest.raises(endpoints.UnsafeDirectory, match="0700"):
+        endpoints.make_private(directory)
+    with pytest.raises(endpoints.UnsafeDirectory):
+        connect(endpoints.default_endpoint())
+    os.rename(directory, short_tmp / "elsewhere")
+    os.chmod(short_tmp / "elsewhere", 0o700)
+    os.symlink(short_tmp / "elsewhere", directory)
+    with pytest.raises(endpoints.UnsafeDirectory):
+        endpoints.check_private(directory)
+
+
+def test_nobody_there_is_said_at_once(short_tmp: Path) -> None:
+    path = short_tmp / "front.sock"
+    with pytest.raises(protocol.ConnectFailed, match="No such file"):
+        connect(f"ipc://{path}")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with pytest.raises(protocol.ConnectFailed, match="refused"):
+        connect(f"ipc://{path}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(protocol.ConnectFailed):
+        connect(f"tcp://127.0.0.1:{port}")
+    with pytest.raises(protocol.InvalidRequest, match="endpoint"):
+        connect("nonsense")
+
+
+# ------------------------------------------------------------------ children
+
+
+def test_restarts_back_off_and_forgive() -> None:
+    restarts = Restarts()
+    delays = [restarts.died(-9, ready_for_s=1.0) for _ in range(9)]
+    assert delays == [0.25, 0.5, 1, 2, 4, 8, LONGEST_DELAY_S, LONGEST_DELAY_S, LONGEST_DELAY_S]
+    assert restarts.died(1, ready_for_s=60.0) == 0.25
+
+
+def test_a_child_that_no_restart_can_mend_is_given_up() -> None:
+    assert Restarts().died(EXIT_CONFIG, ready_for_s=None) is None
+    restarts = Restarts()
+    delays = [restarts.died(1, ready_for_s=None) for _ in range(ATTEMPTS)]
+    assert None not in delays[:-1] and delays[-1] is None
+    assert restarts.died(1, ready_for_s=1.0) is not None
+
+
+def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "talker.py").write_text(
+        "import sys, time\nprint('first')\nprint('READY name=x startup_ms=12', flush=True)\n"
+        "print('last', file=sys.stderr)\ntime.sleep(60)\n"
+    )
+    child = Child("x", ["talker"])
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        child.start()
+    finally:
+        os.chdir(before)
+    lines: list[str] = []
+    while "last" not in lines:
+        lines += child.read(now=5.0)[0]
+    assert lines == ["first", "last"]
+    assert child.ready_field("startup_ms") == "12" and child.ready_field("nothing") == ""
+    assert os.getsid(child.pid) == child.pid  # Ctrl-C in our terminal does not reach it
+    assert not child.reap(6.0)
+    child.signal(signal.SIGKILL)
+    while not child.reap(7.0):
+        pass
+    assert child.how_it_ended() == "was killed by SIGKILL"
+    assert child.start_at == 7.25 and not child.running
+
+
+def test_threads_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert Plan("m", "e", replicas=cores * 2).threads_each() == 1
+    assert Plan("m", "e", replicas=1).threads_each() == cores
+    assert Plan("m", "e", threads=3).threads_each() == 3
+
+
+# ------------------------------------------------------------------ chat templates
+
+
+def test_a_chat_template_is_rendered_as_its_authors_meant() -> None:
+    pytest.importorskip("jinja2")
+    template = (
+        "{{ bos_token }}{% for message in messages %}\n"
+        "    <|{{ message['role'] }}|>{{ message['content'] | trim }}<|end|>\n"
+        "{% endfor %}\n"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    messages = [{"role": "user", "content": " hi <|end|> "}]
+    assert render(template, messages) == "    <|user|>hi <|end|><|end|>\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 / messages }}",
+    ],
+)
+def test_a_hostile_or_broken_template_is_a_fault_of_the_command(template: str) -> None:
+    pytest.importorskip("jinja2")
+    with pytest.raises(CommandFault, match="chat template failed"):
+        render(template, [])
+
+
+def test_without_jinja2_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(CommandFault, match="pip install jinja2"):
+        render("x", [])
+
+
+# ------------------------------------------------------------------ reports
+
+
+def test_status_is_shown_as_a_table() -> None:
+    model = ModelInfo("demo", "f" * 32, 4096, 8, 16, 512, parameters=4_200_000)
+    replicas = (
+        ReplicaStatus("r0", "ipc:///r0", "busy", 10, 2, 5, 99, 40_000_000, 120),
+        ReplicaStatus("", "ipc:///r1", "lost", error="the connection was closed"),
+    )
+    buckets = (BucketStatus("loops=4 max_tokens<=32", 3, 12),)
+    lines = list(
+        report.describe_status(
+            "ipc:///e", Status("s", "0.1.0", 5000, model, replicas, buckets, 3, 2, 5, 1, 4)
+        )
+    )
+    shown = "\n".join(lines)
+    assert "4.2M parameters" in shown and "8 loops (at most 16)" in shown
+    assert "2 running, 3 waiting, 5 finished, 1 failed; 4 clients" in shown
+    columns = [line.split() for line in lines]
+    assert ["r0", "busy", "10", "2", "5", "40", "MB", "0.1", "s", "ago"] in columns
+    assert "the connection was closed" in shown and "loops=4 max_tokens<=32" in shown
+    nothing = Status("s", "", 0, None, (), (), 0, 0, 0, 0, 0)
+    assert any("no replica is ready" in line for line in report.describe_status("ipc:///e", nothing))
+
+
+def test_a_fleet_that_cannot_fit_its_weights_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    from tinyloop_serve.deploy.fleet import Plan, lacking_memory
+
+    model = tmp_path / "big.tinyloop"
+    with model.open("wb") as file:
+        file.truncate(300 << 20)  # sparse
+    plan = Plan(model=str(model), endpoint="ipc:///unused", replicas=3)
+    assert lacking_memory(plan, available=1 << 30) == ""
+    lack = lacking_memory(plan, available=800 << 20)
+    assert "3 replicas x 300 MiB of weights = 900 MiB" in lack and "800 MiB of memory are free" in lack

@@ -1,0 +1,497 @@
+"""The dispatcher's decisions, event by event, with no socket and no clock. Catches: a request with no answer
+or two, a refusal without its arithmetic, lanes left running for nobody, a lost replica that takes others
+along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tinyloop_serve.dispatcher.config import load
+from tinyloop_serve.dispatcher.core import Core
+from tinyloop_serve.dispatcher.effects import TOKENIZER, Load, Peer, Reset, Send, Tokenize
+from tinyloop_serve.dispatcher.journal import Journal
+from tinyloop_serve.protocol.codec import tokens_to_bytes
+from tinyloop_serve.protocol.errors import InvalidRequest, LimitExceeded
+from tinyloop_serve.protocol.messages import (
+    Cancel,
+    CancelLanes,
+    Done,
+    Failed,
+    Generate,
+    GetStatus,
+    Goodbye,
+    Hello,
+    ModelInfo,
+    Ping,
+    Pong,
+    Ready,
+    Run,
+    Sampling,
+    Status,
+    Step,
+)
+
+R0, R1 = "ipc:///x/r0", "ipc:///x/r1"
+ALICE, BOB = b"alice", b"bob"
+MODEL = ModelInfo("demo", "f" * 64, vocab_size=100, loops=4, max_loops=8, max_seq_len=64)
+
+
+class Bench:
+    """A core and a clock; every event is followed by the invariant check."""
+
+    def __init__(self, *, ready: int = 1, replicas: tuple[str, ...] = (R0, R1), **options: Any) -> None:
+        raw = {"front": "ipc:///x/f", "replicas": list(replicas), "max_wait_ms": 0.0, "heartbeat_ms": 250}
+        self.lines: list[str] = []
+        self.now = 100.0
+        self.core = Core(load(raw | options), Journal(self.lines.append), self.now, name="d1")
+        self.sent: list[Send] = []
+        self.mute: set[Peer] = set()  # replicas that answer no ping
+        self.steps = 0  # what the others say of their engines
+        for endpoint in replicas[:ready]:
+            self.replica(endpoint, announce(endpoint))
+        self.sent.clear()
+
+    def client(self, client: bytes, message: Any) -> list[Send]:
+        return self._after(self.core.client_says(client, message, self.now))
+
+    def replica(self, endpoint: str, message: Any, payloads: tuple[bytes, ...] = ()) -> list[Send]:
+        return self._after(self.core.replica_says(endpoint, message, payloads, self.now))
+
+    def gone(self, endpoint: str, why: str = "the connection was closed") -> list[Send]:
+        return self._after(self.core.replica_gone(endpoint, why, self.now))
+
+    def wait(self, seconds: float) -> list[Send]:
+        """Time passes; ticks happen when they are due, as in the server."""
+        end, sends = self.now + seconds, []
+        while (due := self.core.wake_at()) <= end:
+            self.now = max(due, self.now)
+            sends += self.tick()
+        self.now = end
+        return sends + self.tick()
+
+    def tick(self) -> list[Send]:
+        sends = self._after(self.core.tick(self.now))
+        for peer, message, _ in list(sends):
+            if isinstance(message, Ping) and isinstance(peer, str) and peer not in self.mute:
+                sends += self.replica(peer, Pong(message.n, step_counter=self.steps))
+        return sends
+
+    def _after(self, sends: list[Send]) -> list[Send]:
+        self.core.check(self.now)
+        self.sent += sends
+        return sends
+
+    def run(self, endpoint: str = R0) -> Run:
+        """The last Run that this replica got."""
+        return next(
+            s.message for s in reversed(self.sent) if s.peer == endpoint and isinstance(s.message, Run)
+        )
+
+    def finish(self, endpoint: str = R0) -> list[Send]:
+        """The replica answers every lane of its run."""
+        run = self.run(endpoint)
+        keys = tuple(lane.key for lane in run.lanes)
+        step = Step(run.run, keys, (1,) * len(keys), (True,) * len(keys), idle=True)
+        return self.replica(endpoint, step, tuple(b"final %d" % key for key in keys))
+
+
+def announce(endpoint: str, model: ModelInfo = MODEL, tokenizer: str = "{}", pid: int = 7) -> Ready:
+    return Ready(endpoint[-2:], pid, "cpu", model, tokenizer)
+
+
+def ask(id: str, prompt: int = 3, **fields: Any) -> Generate:
+    return Generate(
+        id=id, prompt_tokens=tokens_to_bytes(range(1, 1 + prompt)), **({"max_tokens": 8} | fields)
+    )
+
+
+def said(sends: list[Send], peer: Peer, kind: type) -> list[Any]:
+    return [send.message for send in sends if send.peer == peer and isinstance(send.message, kind)]
+
+
+# ------------------------------------------------------------------ the main road
+
+
+def test_a_request_goes_down_and_its_tokens_come_up_undecoded() -> None:
+    bench = Bench()
+    (send,) = bench.client(ALICE, ask("q", prompt=3, seed=5, sampling=Sampling(temperature=0.5)))
+    run = send.message
+    assert send.peer == R0 and isinstance(run, Run)
+    assert run.sampling == Sampling(loops=4, temperature=0.5) and run.batch_size == 1  # the model's loops
+    assert (run.lanes[0].id, run.lanes[0].prompt, run.lanes[0].seed) == ("q", tokens_to_bytes([1, 2, 3]), 5)
+    key = run.lanes[0].key
+    assert bench.replica(R0, Step(run.run, (key,), (1,), (False,)), (b"\xffgarbage",)) == [
+        Send(ALICE, None, (b"\xffgarbage",))
+    ]
+    assert bench.replica(R0, Step(run.run, (key,), (0,), (True,), idle=True), (b"end",)) == [
+        Send(ALICE, None, (b"end",))
+    ]
+    assert (bench.core.requests.finished, bench.core.requests.failed) == (1, 0)
+    assert '"outcome": "answered"' in bench.lines[-1] and '"delivered": 1' in bench.lines[-1]
+
+
+def test_requests_of_one_shape_share_a_run_and_one_step_is_one_send_per_client() -> None:
+    bench = Bench(max_wait_ms=10)
+    for client, id in ((ALICE, "a1"), (BOB, "b1"), (ALICE, "a2")):
+        bench.client(client, ask(id))
+    assert [len(s.message.lanes) for s in bench.sent if isinstance(s.message, Run)] == [2]  # min_batch_size
+    run = bench.run()
+    assert run.batch_size == 2
+    bench.finish()
+    bench.wait(0.010)
+    keys = tuple(lane.key for lane in bench.run().lanes)
+    for id in ("a3", "a4"):
+        bench.client(ALICE, ask(id))
+    bench.finish()
+    keys = tuple(lane.key for lane in bench.run().lanes)
+    sends = bench.replica(R0, Step(bench.run().run, keys, (1, 1), (False, False)), (b"3", b"4"))
+    assert sends == [Send(ALICE, None, (b"3", b"4"))]
+
+
+def test_one_credit_per_replica_and_the_longest_idle_goes_first() -> None:
+    bench = Bench(ready=2)
+    bench.client(ALICE, ask("1"))
+    bench.client(ALICE, ask("2"))
+    bench.client(ALICE, ask("3"))
+    assert [send.peer for send in bench.sent] == [R0, R1]
+    bench.now += 1
+    assert said(bench.finish(R1), R1, Run)[0].lanes[0].id == "3"
+
+
+def test_text_is_tokenised_elsewhere_and_keeps_its_place() -> None:
+    bench = Bench()
+    assert bench.core.replicas.model == MODEL
+    (send,) = bench.client(ALICE, Generate(id="t", prompt_text="hello", max_tokens=8))
+    assert send.peer == TOKENIZER and send.message == Tokenize(1, "hello")
+    (run,) = bench._after(bench.core.tokenized(1, tokens_to_bytes([7, 8]), bench.now))
+    assert isinstance(run.message, Run) and run.message.lanes[0].prompt == tokens_to_bytes([7, 8])
+
+
+def test_a_text_that_cannot_be_tokenised_fails() -> None:
+    bench = Bench()
+    bench.client(ALICE, Generate(id="t", prompt_text="hello"))
+    error = InvalidRequest("no tokenizer", field="prompt_text")
+    (failed,) = said(bench._after(bench.core.tokenized(1, error, bench.now)), ALICE, Failed)
+    assert (failed.id, failed.code, failed.field) == ("t", "invalid", "prompt_text")
+
+
+def test_requests_before_the_first_replica_wait_for_it() -> None:
+    bench = Bench(ready=0)
+    assert bench.client(ALICE, ask("a")) == []
+    assert bench.client(ALICE, Generate(id="t", prompt_text="x", max_tokens=8)) == []
+    sends = bench.replica(R0, announce(R0))
+    assert [type(send.message) for send in sends] == [Load, Tokenize, Run]
+
+
+def test_connecting_says_hello() -> None:
+    assert Bench().core.replica_connected(R0) == [Send(R0, Hello("d1"))]
+
+
+# ------------------------------------------------------------------ refusals
+
+REFUSALS = [
+    (ask("q", max_tokens=62), "limit", "max_tokens", "prompt 3 + max_tokens 62 = 65 > max_seq_len 64"),
+    (ask("q", prompt=64, max_tokens=1), "limit", "prompt_tokens", "prompt 64 + max_tokens 1 = 65 > max_seq"),
+    (ask("q", sampling=Sampling(loops=9)), "limit", "sampling.loops", "loops 9 > max_loops 8"),
+    (
+        Generate("q", prompt_tokens=tokens_to_bytes([1, 100]), max_tokens=8),
+        "invalid",
+        "prompt_tokens[1]",
+        "of 100",
+    ),
+    (ask("q", sampling=Sampling(cache_mode="int8")), "mode", "sampling.cache_mode", "int8"),
+    (ask("q", sampling=Sampling(temperature=float("nan"))), "invalid", "sampling.temperature", "nan"),
+    (ask("q", max_tokens=0), "invalid", "max_tokens", "0"),
+    (Generate("q"), "invalid", "prompt_text", "exactly one"),
+]
+
+
+@pytest.mark.parametrize("asked, code, field, text", REFUSALS)
+def test_refused_at_once_with_the_field_and_the_arithmetic(
+    asked: Generate, code: str, field: str, text: str
+) -> None:
+    bench = Bench()
+    (send,) = bench.client(ALICE, asked)
+    failed = send.message
+    assert isinstance(failed, Failed) and (failed.id, failed.code, failed.field) == ("q", code, field)
+    assert text in failed.message and failed.accepted
+    assert not bench.core.requests.live()
+
+
+def test_a_live_id_cannot_be_used_twice_by_one_client_but_by_two() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("q"))
+    (failed,) = said(bench.client(ALICE, ask("q")), ALICE, Failed)
+    assert failed.code == "invalid" and failed.field == "id"
+    assert said(bench.client(BOB, ask("q")), BOB, Failed) == []
+    bench.finish()
+    assert said(bench.client(ALICE, ask("q")), ALICE, Failed) == []  # free again
+
+
+def test_a_full_queue_refuses_and_says_when_to_try_again() -> None:
+    bench = Bench(max_waiting=2)
+    for id in ("running", "w1", "w2"):
+        bench.client(ALICE, ask(id))
+    (failed,) = said(bench.client(BOB, ask("late")), BOB, Failed)
+    assert failed.code == "overloaded" and 100 <= failed.retry_after_ms <= 10_000
+    assert said(bench.finish(), R0, Run)  # room again
+    assert said(bench.client(BOB, ask("late")), BOB, Failed) == []
+
+
+def test_modes_that_cannot_be_batched_run_alone() -> None:
+    bench = Bench(ready=0, max_wait_ms=10)
+    for id in ("1", "2", "3"):
+        bench.client(ALICE, ask(id, sampling=Sampling(beam_size=2)))
+    bench.replica(R0, announce(R0))
+    assert len(bench.run().lanes) == 1 and bench.run().batch_size == 1
+
+
+def test_garbled_messages_never_answer_a_live_request() -> None:
+    bench = Bench()
+    error = LimitExceeded("too large")
+    (send,) = bench.core.client_garbled(ALICE, "q", error, bench.now)
+    assert send.message == Failed("q", "limit", "too large")
+    bench.client(ALICE, ask("q"))
+    (send,) = bench.core.client_garbled(ALICE, "q", error, bench.now)
+    assert send.message == Failed("", "limit", "too large")
+
+
+# ------------------------------------------------------------------ cancel, deadlines, clients that leave
+
+
+def test_cancel_while_waiting_is_answered_at_once() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("running"))
+    bench.client(ALICE, ask("waiting"))
+    (done,) = said(bench.client(ALICE, Cancel("waiting")), ALICE, Done)
+    assert (done.id, done.stop_reason, done.stats.prompt_tokens) == ("waiting", "cancelled", 3)
+    assert bench.client(ALICE, Cancel("waiting")) == [] and bench.client(BOB, Cancel("running")) == []
+    assert said(bench.finish(), R0, Run) == []
+
+
+def test_cancel_while_tokenising_wins_over_the_result() -> None:
+    bench = Bench()
+    bench.client(ALICE, Generate(id="t", prompt_text="hello"))
+    assert [done.stop_reason for done in said(bench.client(ALICE, Cancel("t")), ALICE, Done)] == ["cancelled"]
+    assert bench._after(bench.core.tokenized(1, tokens_to_bytes([1]), bench.now)) == []
+
+
+def test_cancel_while_running_goes_to_the_replica_whose_done_is_the_answer() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("q"))
+    key = bench.run().lanes[0].key
+    assert bench.client(ALICE, Cancel("q")) == [Send(R0, CancelLanes((key,)))]
+    assert bench.client(ALICE, Cancel("q")) == []
+    assert bench.finish() == [Send(ALICE, None, (b"final %d" % key,))]
+
+
+def test_a_deadline_while_waiting_and_while_running() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("running", deadline_ms=500))
+    bench.client(ALICE, ask("waiting", deadline_ms=300))
+    key = bench.run().lanes[0].key
+    sends = bench.wait(1.0)
+    assert [(f.id, f.code) for f in said(sends, ALICE, Failed)] == [
+        ("waiting", "deadline"),
+        ("running", "deadline"),
+    ]
+    assert said(sends, R0, CancelLanes) == [CancelLanes((key,))]
+    assert bench.finish() == []  # its late answer goes nowhere
+    assert bench.core.replicas[R0].state == "ready"
+
+
+@pytest.mark.parametrize("how", ["goodbye", "unreachable", "lease"])
+def test_a_client_that_leaves_stops_its_lanes_and_is_sent_nothing(how: str) -> None:
+    bench = Bench()
+    bench.client(ALICE, Ping(1, lease_ms=1000))
+    for id in ("running", "waiting"):
+        bench.client(ALICE, ask(id))
+    bench.client(BOB, ask("other"))
+    key = bench.run().lanes[0].key
+    before = len(bench.sent)
+    if how == "goodbye":
+        bench.client(ALICE, Goodbye())
+    elif how == "unreachable":
+        bench._after(bench.core.client_gone(ALICE, bench.now))
+    else:
+        bench.wait(1.5)
+    assert said(bench.sent, R0, CancelLanes) == [CancelLanes((key,))]
+    bench.finish()
+    assert [send for send in bench.sent[before:] if send.peer == ALICE] == []
+    assert bench.run().lanes[0].id == "other"
+
+
+def test_a_lease_is_renewed_by_any_message() -> None:
+    bench = Bench()
+    bench.client(ALICE, Ping(1, lease_ms=1000))
+    bench.client(ALICE, ask("q"))
+    for n in range(5):
+        bench.wait(0.9)
+        bench.client(ALICE, Ping(n, lease_ms=1000))
+    assert len(bench.core.requests.live()) == 1
+
+
+def test_a_slow_client_is_told_so_once_per_request() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("running"))
+    bench.client(ALICE, ask("waiting"))
+    sends = bench._after(bench.core.client_slow(ALICE, bench.now))
+    assert [(f.id, f.code) for f in said(sends, ALICE, Failed)] == [
+        ("running", "transport"),
+        ("waiting", "transport"),
+    ]
+    assert len(said(sends, R0, CancelLanes)) == 1
+    assert bench.core.client_slow(ALICE, bench.now) == []
+
+
+# ------------------------------------------------------------------ replicas that come and go
+
+
+def test_a_dead_replica_fails_its_own_requests_and_no_others() -> None:
+    bench = Bench(ready=2)
+    bench.client(ALICE, ask("on0"))
+    bench.client(BOB, ask("on1"))
+    bench.client(ALICE, ask("waits"))
+    sends = bench.gone(R0)
+    assert [(f.id, f.code) for f in said(sends, ALICE, Failed)] == [("on0", "replica_lost")]
+    assert Send(R0, Reset()) in sends and said(sends, BOB, Failed) == []
+    assert bench.core.replicas[R0].state == "lost"
+    assert said(bench.finish(R1), R1, Run)[0].lanes[0].id == "waits"
+    bench.replica(R0, announce(R0, pid=8))
+    assert bench.core.replicas[R0].state == "ready"
+
+
+def test_a_request_cancelled_on_a_dying_replica_is_cancelled() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("q"))
+    bench.client(ALICE, Cancel("q"))
+    assert [done.stop_reason for done in said(bench.gone(R0), ALICE, Done)] == ["cancelled"]
+
+
+def test_a_silent_replica_is_lost_within_two_and_a_half_seconds() -> None:
+    bench = Bench()
+    bench.mute.add(R0)
+    bench.client(ALICE, ask("q"))
+    assert said(bench.wait(1.9), ALICE, Failed) == []
+    assert [f.code for f in said(bench.wait(0.6), ALICE, Failed)] == ["replica_lost"]
+    assert "heartbeats" in bench.core.replicas[R0].error
+
+
+def test_a_replica_that_answers_pings_but_makes_no_step_is_lost() -> None:
+    bench = Bench(stall_ms=3000)
+    bench.client(ALICE, ask("q"))
+    for _ in range(10):
+        bench.steps += 1  # prefill: no frame, but the core moves
+        bench.wait(1.0)
+    assert bench.core.replicas[R0].state == "busy"
+    bench.wait(3.5)
+    assert bench.core.replicas[R0].state == "lost" and "no step" in bench.core.replicas[R0].error
+
+
+def test_our_own_pause_convicts_neither_replica_nor_client() -> None:
+    bench = Bench()
+    bench.client(ALICE, Ping(1, lease_ms=1000))
+    bench.client(ALICE, ask("q"))
+    bench.now += 3600  # the machine slept
+    bench.tick()
+    assert bench.core.replicas[R0].state == "busy" and len(bench.core.requests.live()) == 1
+
+
+def test_an_idle_replica_needs_no_steps() -> None:
+    bench = Bench(stall_ms=1000)
+    bench.wait(5.0)
+    bench.client(ALICE, ask("q"))
+    bench.wait(0.5)
+    assert bench.core.replicas[R0].state == "busy"
+
+
+def test_another_model_is_refused_and_the_status_says_why() -> None:
+    bench = Bench()
+    other = msgspec.structs.replace(MODEL, fingerprint="e" * 64)
+    sends = bench.replica(R1, announce(R1, other))
+    assert sends == [Send(R1, Goodbye())]  # and no Reset: it would only announce itself again
+    (status,) = said(bench.client(ALICE, GetStatus("s")), ALICE, Status)
+    assert status.replicas[1].state == "lost" and "eeee" in status.replicas[1].error
+
+
+def test_a_replica_that_starts_anew_on_the_same_connection_has_lost_its_work() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("q"))
+    sends = bench.replica(R0, announce(R0, pid=8))
+    assert [f.code for f in said(sends, ALICE, Failed)] == ["replica_lost"]
+    assert bench.core.replicas[R0].state == "ready"
+
+
+def test_a_run_that_ends_without_an_answer_fails_what_is_open() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("q"))
+    sends = bench.replica(R0, Step(bench.run().run, idle=True))
+    assert [f.code for f in said(sends, ALICE, Failed)] == ["engine"]
+
+
+def test_frames_of_an_old_run_are_dropped() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("q"))
+    key = bench.run().lanes[0].key
+    assert bench.replica(R0, Step(99, (key,), (1,), (True,), idle=True), (b"x",)) == []
+    assert len(bench.core.requests.live()) == 1
+
+
+def test_a_replica_cannot_answer_what_another_decodes() -> None:
+    bench = Bench(ready=2)
+    bench.client(ALICE, ask("q0"))
+    bench.client(BOB, ask("q1"))
+    stolen = bench.run(R0).lanes[0].key
+    run = bench.run(R1).run
+    assert bench.replica(R1, Step(run, (stolen,), (1,), (True,)), (b"x",)) == []
+    assert len(bench.core.requests.live()) == 2
+
+
+def test_without_any_replica_requests_wait_for_a_while_and_then_fail() -> None:
+    bench = Bench(replica_wait_ms=1000)
+    bench.client(ALICE, ask("q1"))
+    bench.gone(R0)
+    bench.client(ALICE, ask("q2"))
+    assert said(bench.wait(0.9), ALICE, Failed) == []
+    (failed,) = said(bench.wait(0.4), ALICE, Failed)
+    assert (failed.id, failed.code) == ("q2", "unavailable") and "connection was closed" in failed.message
+
+
+def test_without_any_replica_and_no_patience_the_refusal_is_immediate() -> None:
+    bench = Bench(ready=0, replica_wait_ms=0)
+    (failed,) = said(bench.client(ALICE, ask("q")), ALICE, Failed)
+    assert failed.code == "unavailable"
+
+
+# ------------------------------------------------------------------ the end, the status
+
+
+def test_draining_refuses_new_requests_and_stopping_fails_the_rest() -> None:
+    bench = Bench()
+    bench.client(ALICE, ask("q"))
+    bench.core.draining = True
+    assert [f.code for f in said(bench.client(BOB, ask("n")), BOB, Failed)] == ["unavailable"]
+    sends = bench._after(bench.core.stop(bench.now))
+    assert [f.id for f in said(sends, ALICE, Failed)] == ["q"]
+    assert said(sends, R0, CancelLanes) and said(sends, R0, Goodbye)
+
+
+def test_the_status_counts() -> None:
+    bench = Bench(ready=1)
+    bench.client(ALICE, ask("1"))
+    bench.client(BOB, ask("2"))
+    bench.client(BOB, ask("3", max_tokens=0))
+    bench.now += 1
+    bench.replica(R0, Pong(1, step_counter=5, running=1, memory_bytes=99))
+    (status,) = said(bench.client(ALICE, GetStatus("s")), ALICE, Status)
+    assert (status.id, status.model, status.uptime_ms) == ("s", MODEL, 1000)
+    assert (status.waiting, status.running, status.finished, status.failed, status.clients) == (1, 1, 0, 1, 2)
+    assert [(r.state, r.running, r.step_counter, r.memory_bytes) for r in status.replicas] == [
+        ("busy", 1, 5, 99),
+        ("starting", 0, 0, 0),
+    ]
+    (bucket,) = status.buckets
+    assert "loops=4" in bucket.shape and (bucket.waiting, bucket.oldest_ms) == (1, 1000)

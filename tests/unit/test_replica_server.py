@@ -1,0 +1,213 @@
+"""The replica's socket and loop, in this process: what a dispatcher sees while a run is decoded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_REPLICA
+from tinyloop_serve.protocol.messages import (
+    VERSION,
+    FromReplica,
+    Goodbye,
+    Hello,
+    Lane,
+    ModelInfo,
+    Ping,
+    Pong,
+    Ready,
+    Run,
+    Sampling,
+    Stats,
+    Step,
+    ToReplica,
+)
+from tinyloop_serve.replica.answer import step_of
+from tinyloop_serve.replica.executor import Job, Outcome
+from tinyloop_serve.replica.server import EndpointTaken, Mailbox, Server
+from tinyloop_serve.replica.session import Session
+
+READY = Ready("r0", 1, "cpu", ModelInfo("m", "f", 10, 4, 8, 100))
+
+
+class HandDecoded:
+    """An executor whose steps the test makes."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def submit(self, run: Run) -> Job:
+        self.jobs.append(Job(run, None, frozenset()))
+        return self.jobs[-1]
+
+
+class Replica:
+    """A server in a thread of its own."""
+
+    def __init__(self, endpoint: str, drain_s: float = 0.3) -> None:
+        self.endpoint = endpoint
+        self.mailbox = Mailbox()
+        self.work = HandDecoded()
+        server = Server(endpoint, self.mailbox)
+        session = Session(self.work, announce=lambda: READY, life_signs=lambda: (5, 6))
+
+        def serve() -> None:
+            server.run(session, drain_s)
+            server.close()
+
+        self.thread = threading.Thread(target=serve)
+        self.thread.start()
+
+    def step(self, token: int, *, idle: bool = False) -> None:
+        job = self.work.jobs[-1]
+        answer = job.answers[0]
+        parts = answer.take(token)
+        if idle:
+            parts += answer.finish("max_tokens", Stats())
+        self.mailbox.post(Outcome(job, *step_of(job.run.run, parts, idle=idle)))
+
+
+class Peer:
+    """A dispatcher's end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, 5000)
+        self.socket.connect(endpoint)
+
+    def say(self, message: ToReplica) -> None:
+        self.socket.send_multipart(TO_REPLICA.encode(message))
+
+    def hear(self) -> FromReplica:
+        return FROM_REPLICA.decode(self.socket.recv_multipart())
+
+    def ask(self, message: ToReplica) -> FromReplica:
+        self.say(message)
+        return self.hear()
+
+
+Connect = Callable[[str], Peer]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    context = zmq.Context()
+    peers: list[Peer] = []
+
+    def connect(endpoint: str) -> Peer:
+        peers.append(Peer(context, endpoint))
+        return peers[-1]
+
+    yield connect
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[Replica]:
+    replica = Replica(f"ipc://{tmp_path}/r.sock")
+    yield replica
+    replica.mailbox.request_stop()
+    replica.thread.join(10)
+    assert not replica.thread.is_alive()
+
+
+RUN = Run(run=3, sampling=Sampling(), lanes=(Lane(key=1, id="a", prompt=b"\1\0\0\0", max_tokens=9),))
+
+
+def test_it_answers_pings_while_it_decodes(replica: Replica, connect: Connect) -> None:
+    peer = connect(replica.endpoint)
+    assert peer.ask(Hello("d")) == READY
+    peer.say(RUN)
+    assert peer.ask(Ping(1)) == Pong(1, 5, 1, 6)
+    replica.step(7)
+    assert peer.hear() == Step(3, (1,), (1,), (False,))
+    assert peer.ask(Ping(2)) == Pong(2, 5, 1, 6)
+    replica.step(8, idle=True)
+    assert peer.hear() == Step(3, (1, 1), (1, 0), (False, True), idle=True)
+    assert peer.ask(Ping(3)) == Pong(3, 5, 0, 6)
+
+
+def test_garbage_is_survived(replica: Replica, connect: Connect) -> None:
+    peer = connect(replica.endpoint)
+    for frames in (
+        [b""],
+        [b"TL1"],
+        [b"TL9", b"x"],
+        [b"TL1", b"\xc1"],
+        [b"TL1", b"\x80", b"more"],
+        [b"x"] * 2000,
+    ):
+        peer.socket.send_multipart(frames)
+    assert peer.ask(Hello("d")) == READY
+
+
+def test_a_dispatcher_that_died_is_noticed_by_its_run(replica: Replica, connect: Connect) -> None:
+    peer = connect(replica.endpoint)
+    peer.ask(Hello("d"))
+    peer.say(RUN)
+    peer.ask(Ping(1))
+    peer.socket.close()
+    job = replica.work.jobs[0]
+    deadline = time.monotonic() + 5
+    while not job.answers[0].cancelled:
+        assert time.monotonic() < deadline
+        replica.step(1)
+        time.sleep(0.01)
+    assert connect(replica.endpoint).ask(Hello("e")) == READY
+
+
+def test_the_former_dispatcher_is_told(replica: Replica, connect: Connect) -> None:
+    old, new = connect(replica.endpoint), connect(replica.endpoint)
+    old.ask(Hello("a"))
+    assert new.ask(Hello("b")) == READY
+    assert old.hear() == Goodbye()
+
+
+def test_it_stops_at_once_when_nothing_runs(replica: Replica, connect: Connect) -> None:
+    peer = connect(replica.endpoint)
+    peer.ask(Hello("d"))
+    started = time.monotonic()
+    replica.mailbox.request_stop()
+    assert peer.hear() == Goodbye()
+    replica.thread.join(5)
+    assert time.monotonic() - started < 2
+
+
+def test_a_run_may_end_before_it_stops(replica: Replica, connect: Connect) -> None:
+    peer = connect(replica.endpoint)
+    peer.ask(Hello("d"))
+    peer.say(RUN)
+    peer.ask(Ping(1))
+    replica.mailbox.request_stop()
+    assert peer.ask(Ping(2)) == Pong(2, 5, 1, 6)
+    replica.step(7, idle=True)
+    assert peer.hear() == Step(3, (1, 1), (1, 0), (False, True), idle=True)
+    assert peer.hear() == Goodbye()
+
+
+def test_a_run_that_does_not_end_is_given_up(replica: Replica, connect: Connect) -> None:
+    peer = connect(replica.endpoint)
+    peer.ask(Hello("d"))
+    peer.say(RUN)
+    peer.ask(Ping(1))
+    replica.mailbox.request_stop()
+    assert peer.hear() == Goodbye()
+    assert replica.work.jobs[0].answers[0].cancelled
+
+
+def test_a_second_server_does_not_steal_the_endpoint(replica: Replica) -> None:
+    with pytest.raises(EndpointTaken):
+        Server(replica.endpoint, Mailbox())
+
+
+def test_an_oversize_message_is_refused_by_the_transport(replica: Replica, connect: Connect) -> None:
+    peer = connect(replica.endpoint)
+    peer.socket.send_multipart([VERSION, b"\0" * (TO_REPLICA.max_body_bytes + 1)])
+    time.sleep(0.2)
+    assert connect(replica.endpoint).ask(Hello("d")) == READY
