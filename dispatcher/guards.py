@@ -21,6 +21,7 @@ from tinyloop_serve.protocol.errors import (
 )
 from tinyloop_serve.protocol.limits import validate
 from tinyloop_serve.protocol.messages import Generate, ModelInfo, Sampling
+from tinyloop_serve.protocol.modes import supported
 
 if TYPE_CHECKING:
     from tinyloop_serve.dispatcher.config import Config
@@ -51,7 +52,10 @@ def check(asked: Generate, prompt: bytes, model: ModelInfo, cache_modes: tuple[s
 
 def batchable(sampling: Sampling) -> bool:
     """Whether the mode matrix allows this in `generate_batch`; if not, the request always runs alone."""
-    return sampling.cache_window == 0 and sampling.beam_size == 1
+    modes = [sampling.cache_mode]
+    modes += ["cache_window"] if sampling.cache_window else []
+    modes += ["beam"] if sampling.beam_size > 1 else []
+    return all(supported(mode, "batch") for mode in modes)
 
 
 def _resolve(asked: Generate, model: ModelInfo, cache_modes: tuple[str, ...]) -> Sampling:

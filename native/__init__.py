@@ -7,14 +7,27 @@ with Model(demo_model_path()) as model:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tinyloop_serve.native import _core
-from tinyloop_serve.native._core import GenerateConfig, GenerateStats, Generation, simd_levels
+from tinyloop_serve.native._core import (
+    GenerateConfig,
+    GenerateStats,
+    Generation,
+    PrefixCache,
+    PrefixPool,
+    ResumeHandle,
+    SpeculativeConfig,
+    simd_levels,
+)
+from tinyloop_serve.native.calibration import Calibration, calibrate_speculation
 from tinyloop_serve.native.errors import (
     ArtifactError,
     BackendUnavailable,
@@ -30,17 +43,24 @@ from tinyloop_serve.native.errors import (
 __all__ = [
     "ArtifactError",
     "BackendUnavailable",
+    "Calibration",
     "ClosedError",
     "ConfigError",
     "GenerateConfig",
     "GenerateStats",
     "Generation",
     "LimitError",
+    "LockedModel",
     "ModeError",
     "Model",
     "ModelBusyError",
     "OutOfMemoryError",
+    "PrefixCache",
+    "PrefixPool",
+    "ResumeHandle",
+    "SpeculativeConfig",
     "TinyLoopError",
+    "calibrate_speculation",
     "demo_model_path",
     "inspect_artifact",
     "simd_levels",
@@ -67,6 +87,49 @@ class Model(_core.Model):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class LockedModel(Model):
+    """The lock-per-model way to share one model between threads: calls wait for each other instead of being
+    refused.
+
+    `with shared.locked():` holds the lock over several calls, for example building a handle and using it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__(path, **options)
+        self._lock = threading.RLock()
+
+    def locked(self) -> threading.RLock:
+        """The lock, a context manager."""
+        return self._lock
+
+
+def _locking(name: str) -> Callable[..., Any]:
+    call = getattr(Model, name)
+
+    @functools.wraps(call)
+    def locked(self: LockedModel, *arguments: Any, **named: Any) -> Any:
+        with self._lock:
+            return call(self, *arguments, **named)
+
+    return locked
+
+
+for _name in (
+    "generate",
+    "generate_stream",
+    "generate_batch",
+    "generate_speculative",
+    "generate_tree_speculative",
+    "create_prefix_cache",
+    "generate_from_prefix_cache",
+    "generate_with_pool",
+    "create_resume_handle",
+    "resume_generate",
+    "logits",
+):
+    setattr(LockedModel, _name, _locking(_name))
 
 
 def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:

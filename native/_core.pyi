@@ -4,10 +4,23 @@ native/errors.py.
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+class GrammarState(Protocol):
+    """One lane's state; see grammar.py."""
+
+    def allowed(self, words: memoryview) -> None:
+        """Sets bit id % 32 of little-endian u32 word id // 32 for every token that may come next."""
+    def accept(self, token: int) -> None: ...
+    def finished(self) -> bool: ...
+
+class GrammarLike(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    def start(self) -> GrammarState: ...
 
 class GenerateConfig:
     """How to generate. Values are checked when a call uses them, all before any work is done.
@@ -29,9 +42,12 @@ class GenerateConfig:
         repetition_penalty: float = 1.0,
         seed: int = 0,
         stop_sequences: Sequence[Sequence[int]] = (),
+        grammar: GrammarLike | None = None,
         cache_mode: str = "fp16",
         cache_window: int = 0,
         beam_size: int = 1,
+        length_penalty: float = 1.0,
+        exit_threshold: float = 0.0,
         ignore_eos: bool = False,
     ) -> None: ...
     @property
@@ -59,7 +75,62 @@ class GenerateConfig:
     @property
     def beam_size(self) -> int: ...
     @property
+    def length_penalty(self) -> float: ...
+    @property
+    def exit_threshold(self) -> float: ...
+    @property
     def ignore_eos(self) -> bool: ...
+
+class SpeculativeConfig:
+    """Drafting with few loops, verified with many.
+
+    verify_loops: 0 = the request's loops. draft_ahead: tokens drafted before each verification, 1 to 32.
+    branches: of the draft tree at its first token (`generate_tree_speculative` only).
+    """
+
+    def __init__(
+        self, *, draft_loops: int = 2, verify_loops: int = 0, draft_ahead: int = 4, branches: int = 2
+    ) -> None: ...
+    @property
+    def draft_loops(self) -> int: ...
+    @property
+    def verify_loops(self) -> int: ...
+    @property
+    def draft_ahead(self) -> int: ...
+    @property
+    def branches(self) -> int: ...
+
+class PrefixCache:
+    """The cache of a prompt's first tokens, made by Model.create_prefix_cache."""
+
+    def close(self) -> None: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def bytes(self) -> int: ...
+
+class PrefixPool:
+    """Prefixes of one model's prompts: the longest that matches wins, the least recently used is evicted."""
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: how many prefixes it holds. Raises ConfigError below 1."""
+    def register_prefix(
+        self, model: Model, tokens: Sequence[int], n_loops: int = 0, cache_mode: str = "fp16"
+    ) -> None:
+        """Runs the tokens at n_loops (0 = default) and keeps their cache."""
+    def close(self) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+class ResumeHandle:
+    """A prompt run at loops_used, with its states; made by Model.create_resume_handle, unchanged by use."""
+
+    def close(self) -> None: ...
+    @property
+    def loops_used(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
 
 class GenerateStats:
     """What one lane cost. first_token_ms counts from the start of the call, prefill_ms is the lane's own
@@ -73,13 +144,25 @@ class GenerateStats:
     @property
     def decode_ms(self) -> float: ...
     @property
-    def stop_reason(self) -> Literal["eos", "stop_sequence", "max_tokens", "cancelled"]: ...
+    def stop_reason(self) -> Literal["eos", "stop_sequence", "max_tokens", "grammar", "cancelled"]: ...
     @property
     def prompt_tokens(self) -> int: ...
     @property
     def generated_tokens(self) -> int: ...
     @property
     def loops(self) -> int: ...
+    @property
+    def prefix_tokens(self) -> int: ...
+    @property
+    def loops_skipped(self) -> int: ...
+    @property
+    def drafted(self) -> int: ...
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def mean_loops(self) -> float: ...
+    @property
+    def grammar_ms(self) -> float: ...
     @property
     def cache_bytes(self) -> int: ...
     def asdict(self) -> dict[str, Any]: ...
@@ -91,6 +174,9 @@ class Generation:
     def tokens(self) -> list[int]: ...
     @property
     def stats(self) -> GenerateStats: ...
+    @property
+    def beams(self) -> list[tuple[list[int], float]]:
+        """Beam search: (tokens, log-probability / length^length_penalty) per beam, best first; else empty."""
 
 class Model:
     """A loaded artifact. See `tinyloop_serve.native.Model`."""
@@ -139,10 +225,66 @@ class Model:
         on, False to cancel all lanes, or the numbers of the lanes to cancel.
         """
 
-    def logits(self, tokens: Sequence[int], loops: int = 0) -> npt.NDArray[np.float32]:
+    def generate_speculative(
+        self,
+        prompt: Sequence[int],
+        speculative: SpeculativeConfig,
+        config: GenerateConfig,
+        on_token: Callable[[int, int], bool | None] | None = None,
+    ) -> Generation:
+        """The tokens of generate_stream at verify_loops, drafted with the model's own first loops (Leviathan
+        et al., arXiv 2211.17192). Raises ModeError for what the mode matrix refuses."""
+
+    def generate_tree_speculative(
+        self,
+        prompt: Sequence[int],
+        speculative: SpeculativeConfig,
+        config: GenerateConfig,
+        on_token: Callable[[int, int], bool | None] | None = None,
+    ) -> Generation:
+        """The same over a small draft tree."""
+
+    def create_prefix_cache(
+        self, tokens: Sequence[int], n_loops: int = 0, cache_mode: str = "fp16", exit_threshold: float = 0.0
+    ) -> PrefixCache: ...
+    def generate_from_prefix_cache(
+        self,
+        prefix: PrefixCache,
+        suffix: Sequence[int],
+        config: GenerateConfig,
+        on_token: Callable[[int, int], bool | None] | None = None,
+    ) -> Generation:
+        """The prompt is the prefix's tokens and `suffix`. Bit-equal to a cold run. Raises ModeError when
+        loops, cache_mode or exit_threshold are not the prefix's, or it belongs to another model."""
+
+    def generate_with_pool(
+        self,
+        pool: PrefixPool,
+        prompt: Sequence[int],
+        config: GenerateConfig,
+        on_token: Callable[[int, int], bool | None] | None = None,
+    ) -> Generation: ...
+    def create_resume_handle(
+        self, prompt: Sequence[int], loops_used: int, cache_mode: str = "fp16", cache_window: int = 0
+    ) -> ResumeHandle: ...
+    def resume_generate(
+        self,
+        handle: ResumeHandle,
+        loops: int,
+        config: GenerateConfig,
+        on_token: Callable[[int, int], bool | None] | None = None,
+    ) -> Generation:
+        """Generates at `loops` >= loops_used without running the prompt's first loops_used iterations again.
+        Bit-equal to a cold run at `loops`; config.loops is not used."""
+
+    def logits(
+        self, tokens: Sequence[int], loops: int = 0, cache_mode: str = "fp16", cache_window: int = 0
+    ) -> npt.NDArray[np.float32]:
         """(len(tokens), vocab_size) logits after each position."""
 
-    def cache_bytes(self, tokens: int, cache_mode: str = "fp16", loops: int = 0) -> int:
+    def cache_bytes(
+        self, tokens: int, cache_mode: str = "fp16", loops: int = 0, cache_window: int = 0
+    ) -> int:
         """Exactly what the cache of one lane of that many positions allocates."""
 
     def close(self) -> None:

@@ -74,7 +74,9 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
     ConfigField("qk_norm", "bool", "per-head RMSNorm of q and k before RoPE", default=False),
     ConfigField("qk_bias", "bool", "bias of q and k", default=False),
     ConfigField("v_bias", "bool", "bias of v", default=False),
-    ConfigField("exit_gate", "bool", "has a gate that says after each loop how likely it is the last", default=False),
+    ConfigField(
+        "exit_gate", "bool", "has a gate that says after each loop how likely it is the last", default=False
+    ),
     ConfigField("tied_head", "bool", "the head is embed.weight"),
     ConfigField("embed_scale", "float", "factor of the embeddings", default=1.0, low=-1e6, high=1e6),
     ConfigField("logit_scale", "float", "factor of the logits", default=1.0, low=-1e6, high=1e6),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tinyloop_serve.protocol.errors import LimitExceeded, bad_field
 from tinyloop_serve.protocol.messages import Generate
+from tinyloop_serve.protocol.modes import CACHE_MODES
 
 MAX_BODY_BYTES = 4 << 20  # client <-> dispatcher; also each payload of a Step, which goes on to a client
 MAX_BACK_BODY_BYTES = 64 << 20  # dispatcher <-> replica: a Run holds many prompts, a Ready a tokenizer
@@ -22,7 +23,6 @@ MAX_STOPS = 64  # strings, and as many token sequences
 MAX_STOP_LENGTH = 256  # characters of a string, tokens of a sequence
 MAX_ERROR_CHARS = 4096
 MAX_INT = (1 << 31) - 1  # for fields that only the engine bounds
-CACHE_MODES = ("fp16", "int8", "int4")
 
 
 def validate(request: Generate) -> None:

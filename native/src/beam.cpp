@@ -12,11 +12,14 @@ struct Candidate {
     int32_t token;
 };
 
-double rank_of(double logprob, size_t length, double penalty) { return logprob / std::pow(static_cast<double>(length), penalty); }
+double rank_of(double logprob, size_t length, double penalty) {
+    return logprob / std::pow(static_cast<double>(length), penalty);
+}
 
 }  // namespace
 
-Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, int loops, const TokenCallback& on_token) {
+Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, int loops,
+                       const TokenCallback& on_token) {
     const Clock::time_point start = Clock::now();
     const size_t vocab = static_cast<size_t>(model.config().vocab_size), width = static_cast<size_t>(config.beam_size);
     std::vector<Cache> caches;  // one per beam; two sets, so that beams can take over each other's
@@ -46,12 +49,16 @@ Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const G
             std::vector<int32_t> ids(vocab);
             for (size_t id = 0; id < vocab; ++id) ids[id] = static_cast<int32_t>(id);
             const size_t most = std::min(vocab, 2 * width);
-            std::partial_sort(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(most), ids.end(),
-                              [&](int32_t x, int32_t y) { return logprobs[x] != logprobs[y] ? logprobs[x] > logprobs[y] : x < y; });
-            for (size_t i = 0; i < most; ++i) candidates.push_back({scores[b] + logprobs[ids[i]], static_cast<int>(b), ids[i]});
+            std::partial_sort(
+                ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(most), ids.end(),
+                [&](int32_t x, int32_t y) { return logprobs[x] != logprobs[y] ? logprobs[x] > logprobs[y] : x < y; });
+            for (size_t i = 0; i < most; ++i)
+                candidates.push_back({scores[b] + logprobs[ids[i]], static_cast<int>(b), ids[i]});
         }
         std::sort(candidates.begin(), candidates.end(), [](const Candidate& x, const Candidate& y) {
-            return x.logprob != y.logprob ? x.logprob > y.logprob : x.beam != y.beam ? x.beam < y.beam : x.token < y.token;
+            return x.logprob != y.logprob ? x.logprob > y.logprob
+                   : x.beam != y.beam     ? x.beam < y.beam
+                                          : x.token < y.token;
         });
         std::vector<Lane> next;
         std::vector<double> next_scores;
@@ -74,7 +81,9 @@ Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const G
         std::vector<Cache> arranged;
         std::vector<int> owner(2 * width, -1);
         for (size_t i = 0; i < next.size(); ++i)
-            if (std::find(parents.begin(), parents.begin() + static_cast<std::ptrdiff_t>(i), parents[i]) == parents.begin() + static_cast<std::ptrdiff_t>(i)) owner[static_cast<size_t>(parents[i])] = static_cast<int>(i);
+            if (std::find(parents.begin(), parents.begin() + static_cast<std::ptrdiff_t>(i), parents[i]) ==
+                parents.begin() + static_cast<std::ptrdiff_t>(i))
+                owner[static_cast<size_t>(parents[i])] = static_cast<int>(i);
         std::vector<size_t> source(next.size()), spare;
         for (size_t c = 0; c < caches.size(); ++c)
             if (owner[c] < 0) spare.push_back(c);
@@ -96,14 +105,16 @@ Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const G
         std::vector<tl_row> rows;
         std::vector<tl_cache*> handles;
         for (size_t b = 0; b < lanes.size(); ++b) {
-            rows.push_back(lanes[b].row(static_cast<int>(b), lanes[b].length() - 1, lanes[b].out.tokens.back(), TL_ROW_LOGITS));
+            rows.push_back(
+                lanes[b].row(static_cast<int>(b), lanes[b].length() - 1, lanes[b].out.tokens.back(), TL_ROW_LOGITS));
             handles.push_back(caches[b].get());
         }
         model.forward(handles, nullptr, rows, logits.data());
     }
     std::vector<size_t> order(finished.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::stable_sort(order.begin(), order.end(), [&](size_t x, size_t y) { return finished_rank[x] > finished_rank[y]; });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t x, size_t y) { return finished_rank[x] > finished_rank[y]; });
     Generation out = finished[order[0]];
     for (const size_t i : order) out.beams.push_back({finished[i].tokens, finished_rank[i]});
     out.stats.prefill_ms = prefill_ms;

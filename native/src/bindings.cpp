@@ -86,7 +86,7 @@ std::vector<Tokens> sequences_of(const std::string& field, const py::handle& seq
 // A grammar in Python (grammar.py): `start()` gives a state with `allowed(words: memoryview of u32)`, `accept(token)`,
 // `finished()`. Called with the GIL taken for each; its errors pass through the call.
 class PyGrammarState : public GrammarState {
-public:
+  public:
     PyGrammarState(py::object state, size_t words) : state_(std::move(state)), words_(words) {}
     ~PyGrammarState() override {
         py::gil_scoped_acquire held;
@@ -105,7 +105,7 @@ public:
         return state_.attr("finished")().cast<bool>();
     }
 
-private:
+  private:
     py::object state_;
     size_t words_;
 };
@@ -113,7 +113,8 @@ private:
 // Keeps the Python grammar alive however the config is copied; the last copy may go without the GIL held.
 Grammar grammar_of(const py::object& grammar) {
     if (grammar.is_none()) return {};
-    if (!py::hasattr(grammar, "start") || !py::hasattr(grammar, "vocab_size")) refuse(ErrorKind::config, "grammar", py::repr(grammar), "a Grammar or None");
+    if (!py::hasattr(grammar, "start") || !py::hasattr(grammar, "vocab_size"))
+        refuse(ErrorKind::config, "grammar", py::repr(grammar), "a Grammar or None");
     const size_t words = (grammar.attr("vocab_size").cast<size_t>() + 31) / 32;
     std::shared_ptr<py::object> shared(new py::object(grammar), [](py::object* object) {
         py::gil_scoped_acquire held;
@@ -125,9 +126,10 @@ Grammar grammar_of(const py::object& grammar) {
     };
 }
 
-GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, double temperature, const py::int_& top_k, double top_p, double min_p,
-                           double repetition_penalty, const py::int_& seed, const py::object& stop_sequences, const py::object& grammar,
-                           const std::string& cache_mode, const py::int_& cache_window, const py::int_& beam_size, double length_penalty,
+GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, double temperature, const py::int_& top_k,
+                           double top_p, double min_p, double repetition_penalty, const py::int_& seed,
+                           const py::object& stop_sequences, const py::object& grammar, const std::string& cache_mode,
+                           const py::int_& cache_window, const py::int_& beam_size, double length_penalty,
                            double exit_threshold, bool ignore_eos) {
     GenerateConfig c;
     c.loops = narrow<int>("loops", loops);
@@ -149,15 +151,17 @@ GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, do
     return c;
 }
 
-SpeculativeConfig make_speculative(const py::int_& draft_loops, const py::int_& verify_loops, const py::int_& draft_ahead, const py::int_& branches) {
-    return {narrow<int>("draft_loops", draft_loops), narrow<int>("verify_loops", verify_loops), narrow<int>("draft_ahead", draft_ahead),
-            narrow<int>("branches", branches)};
+SpeculativeConfig make_speculative(const py::int_& draft_loops, const py::int_& verify_loops,
+                                   const py::int_& draft_ahead, const py::int_& branches) {
+    return {narrow<int>("draft_loops", draft_loops), narrow<int>("verify_loops", verify_loops),
+            narrow<int>("draft_ahead", draft_ahead), narrow<int>("branches", branches)};
 }
 
 py::dict stats_dict(const GenerateStats& s) {
-    return py::dict("prefill_ms"_a = s.prefill_ms, "first_token_ms"_a = s.first_token_ms, "decode_ms"_a = s.decode_ms, "stop_reason"_a = s.stop_reason,
-                    "prompt_tokens"_a = s.prompt_tokens, "generated_tokens"_a = s.generated_tokens, "loops"_a = s.loops,
-                    "prefix_tokens"_a = s.prefix_tokens, "loops_skipped"_a = s.loops_skipped, "drafted"_a = s.drafted, "accepted"_a = s.accepted,
+    return py::dict("prefill_ms"_a = s.prefill_ms, "first_token_ms"_a = s.first_token_ms, "decode_ms"_a = s.decode_ms,
+                    "stop_reason"_a = s.stop_reason, "prompt_tokens"_a = s.prompt_tokens,
+                    "generated_tokens"_a = s.generated_tokens, "loops"_a = s.loops, "prefix_tokens"_a = s.prefix_tokens,
+                    "loops_skipped"_a = s.loops_skipped, "drafted"_a = s.drafted, "accepted"_a = s.accepted,
                     "mean_loops"_a = s.mean_loops, "grammar_ms"_a = s.grammar_ms, "cache_bytes"_a = s.cache_bytes);
 }
 
@@ -201,15 +205,18 @@ class PyModel {
         return generate_stream(model.get(), tokens.data(), tokens.size(), config, callback);
     }
 
-    Generation speculative(const py::object& prompt, const SpeculativeConfig& speculative, const GenerateConfig& config, const py::object& on_token, bool tree) const {
+    Generation speculative(const py::object& prompt, const SpeculativeConfig& speculative, const GenerateConfig& config,
+                           const py::object& on_token, bool tree) const {
         const std::shared_ptr<Model> model = get();
         const Tokens tokens = tokens_of("prompt", prompt);
         const TokenCallback callback = callback_of(on_token);
         py::gil_scoped_release released;
-        return (tree ? generate_tree_speculative : generate_speculative)(model.get(), tokens.data(), tokens.size(), speculative, config, callback);
+        return (tree ? generate_tree_speculative : generate_speculative)(model.get(), tokens.data(), tokens.size(),
+                                                                         speculative, config, callback);
     }
 
-    std::vector<Generation> batch(const py::object& prompts, const py::object& config, const py::object& on_step) const {
+    std::vector<Generation> batch(const py::object& prompts, const py::object& config,
+                                  const py::object& on_step) const {
         const std::shared_ptr<Model> model = get();
         const std::vector<Tokens> tokens = sequences_of("prompts", prompts);
         const std::vector<GenerateConfig> configs = py::isinstance<GenerateConfig>(config)
@@ -236,7 +243,8 @@ class PyModel {
         return generate_batch(model.get(), tokens, configs, callback);
     }
 
-    py::array_t<float> all_logits(const py::object& tokens_object, const py::int_& loops, const std::string& cache_mode, const py::int_& cache_window) const {
+    py::array_t<float> all_logits(const py::object& tokens_object, const py::int_& loops, const std::string& cache_mode,
+                                  const py::int_& cache_window) const {
         const std::shared_ptr<Model> model = get();
         const Tokens tokens = tokens_of("tokens", tokens_object);
         const int asked = narrow<int>("loops", loops), window = narrow<int>("cache_window", cache_window);
@@ -256,7 +264,7 @@ class PyModel {
 // A handle and the model it belongs to, which it keeps alive. Free: the engine's function that frees it.
 template <class Handle, void (*Free)(Handle*)>
 class PyHandle {
-public:
+  public:
     PyHandle(std::shared_ptr<Model> model, Handle* handle) : model_(std::move(model)), handle_(handle, Free) {}
 
     std::shared_ptr<Handle> get() const {
@@ -266,7 +274,7 @@ public:
     void close() { handle_.reset(); }
     void keep(std::shared_ptr<Model> model) { model_ = std::move(model); }
 
-private:
+  private:
     std::shared_ptr<Model> model_;  // freed after the handle
     std::shared_ptr<Handle> handle_;
 };
@@ -275,15 +283,18 @@ using PyPrefix = PyHandle<PrefixCache, free_prefix_cache>;
 using PyPool = PyHandle<PrefixPool, free_prefix_pool>;
 using PyResume = PyHandle<ResumeHandle, free_resume_handle>;
 
-PyPrefix make_prefix(const PyModel& owner, const py::object& tokens_object, const py::int_& n_loops, const std::string& cache_mode, double exit_threshold) {
+PyPrefix make_prefix(const PyModel& owner, const py::object& tokens_object, const py::int_& n_loops,
+                     const std::string& cache_mode, double exit_threshold) {
     const std::shared_ptr<Model> model = owner.get();
     const Tokens tokens = tokens_of("tokens", tokens_object);
     const int loops = narrow<int>("n_loops", n_loops);
     py::gil_scoped_release released;
-    return PyPrefix(model, create_prefix_cache(model.get(), tokens.data(), tokens.size(), loops, cache_mode, exit_threshold));
+    return PyPrefix(model,
+                    create_prefix_cache(model.get(), tokens.data(), tokens.size(), loops, cache_mode, exit_threshold));
 }
 
-Generation from_prefix(const PyModel& owner, const PyPrefix& prefix, const py::object& suffix, const GenerateConfig& config, const py::object& on_token) {
+Generation from_prefix(const PyModel& owner, const PyPrefix& prefix, const py::object& suffix,
+                       const GenerateConfig& config, const py::object& on_token) {
     const std::shared_ptr<Model> model = owner.get();
     const std::shared_ptr<PrefixCache> handle = prefix.get();
     const Tokens tokens = tokens_of("suffix", suffix);
@@ -292,7 +303,8 @@ Generation from_prefix(const PyModel& owner, const PyPrefix& prefix, const py::o
     return generate_from_prefix_cache(model.get(), handle.get(), tokens.data(), tokens.size(), config, callback);
 }
 
-void add_prefix(PyPool& pool, const PyModel& owner, const py::object& tokens_object, const py::int_& n_loops, const std::string& cache_mode) {
+void add_prefix(PyPool& pool, const PyModel& owner, const py::object& tokens_object, const py::int_& n_loops,
+                const std::string& cache_mode) {
     const std::shared_ptr<Model> model = owner.get();
     const std::shared_ptr<PrefixPool> handle = pool.get();
     const Tokens tokens = tokens_of("tokens", tokens_object);
@@ -302,7 +314,8 @@ void add_prefix(PyPool& pool, const PyModel& owner, const py::object& tokens_obj
     pool.keep(model);
 }
 
-Generation with_pool(const PyModel& owner, const PyPool& pool, const py::object& prompt, const GenerateConfig& config, const py::object& on_token) {
+Generation with_pool(const PyModel& owner, const PyPool& pool, const py::object& prompt, const GenerateConfig& config,
+                     const py::object& on_token) {
     const std::shared_ptr<Model> model = owner.get();
     const std::shared_ptr<PrefixPool> handle = pool.get();
     const Tokens tokens = tokens_of("prompt", prompt);
@@ -311,7 +324,8 @@ Generation with_pool(const PyModel& owner, const PyPool& pool, const py::object&
     return generate_with_pool(model.get(), handle.get(), tokens.data(), tokens.size(), config, callback);
 }
 
-PyResume make_resume(const PyModel& owner, const py::object& prompt, const py::int_& loops_used_, const std::string& cache_mode, const py::int_& cache_window) {
+PyResume make_resume(const PyModel& owner, const py::object& prompt, const py::int_& loops_used_,
+                     const std::string& cache_mode, const py::int_& cache_window) {
     const std::shared_ptr<Model> model = owner.get();
     const Tokens tokens = tokens_of("prompt", prompt);
     const int loops = narrow<int>("loops_used", loops_used_), window = narrow<int>("cache_window", cache_window);
@@ -319,7 +333,8 @@ PyResume make_resume(const PyModel& owner, const py::object& prompt, const py::i
     return PyResume(model, create_resume_handle(model.get(), tokens.data(), tokens.size(), loops, cache_mode, window));
 }
 
-Generation resume(const PyModel& owner, const PyResume& resumed, const py::int_& loops, const GenerateConfig& config, const py::object& on_token) {
+Generation resume(const PyModel& owner, const PyResume& resumed, const py::int_& loops, const GenerateConfig& config,
+                  const py::object& on_token) {
     const std::shared_ptr<Model> model = owner.get();
     const std::shared_ptr<ResumeHandle> handle = resumed.get();
     const int wanted = narrow<int>("loops", loops);
@@ -356,8 +371,9 @@ PYBIND11_MODULE(_core, m) {
     py::register_exception_translator(translate);
 
     py::class_<GenerateConfig>(m, "GenerateConfig")
-        .def(py::init(&make_config), py::kw_only(), "loops"_a = 0, "max_tokens"_a = 128, "temperature"_a = 0.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
-             "repetition_penalty"_a = 1.0, "seed"_a = 0, "stop_sequences"_a = py::tuple(), "grammar"_a = py::none(), "cache_mode"_a = "fp16", "cache_window"_a = 0,
+        .def(py::init(&make_config), py::kw_only(), "loops"_a = 0, "max_tokens"_a = 128, "temperature"_a = 0.0,
+             "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0, "repetition_penalty"_a = 1.0, "seed"_a = 0,
+             "stop_sequences"_a = py::tuple(), "grammar"_a = py::none(), "cache_mode"_a = "fp16", "cache_window"_a = 0,
              "beam_size"_a = 1, "length_penalty"_a = 1.0, "exit_threshold"_a = 0.0, "ignore_eos"_a = false)
         .def_readonly("loops", &GenerateConfig::loops)
         .def_readonly("max_tokens", &GenerateConfig::max_tokens)
@@ -376,7 +392,8 @@ PYBIND11_MODULE(_core, m) {
         .def_readonly("ignore_eos", &GenerateConfig::ignore_eos);
 
     py::class_<SpeculativeConfig>(m, "SpeculativeConfig")
-        .def(py::init(&make_speculative), py::kw_only(), "draft_loops"_a = 2, "verify_loops"_a = 0, "draft_ahead"_a = 4, "branches"_a = 2)
+        .def(py::init(&make_speculative), py::kw_only(), "draft_loops"_a = 2, "verify_loops"_a = 0, "draft_ahead"_a = 4,
+             "branches"_a = 2)
         .def_readonly("draft_loops", &SpeculativeConfig::draft_loops)
         .def_readonly("verify_loops", &SpeculativeConfig::verify_loops)
         .def_readonly("draft_ahead", &SpeculativeConfig::draft_ahead)
@@ -435,27 +452,34 @@ PYBIND11_MODULE(_core, m) {
             "prompt"_a, "config"_a)
         .def("generate_stream", &PyModel::stream, "prompt"_a, "config"_a, "on_token"_a)
         .def("generate_batch", &PyModel::batch, "prompts"_a, "config"_a, "on_step"_a = py::none())
-        .def("generate_speculative",
-             [](const PyModel& self, const py::object& prompt, const SpeculativeConfig& speculative, const GenerateConfig& config, const py::object& on_token) {
-                 return self.speculative(prompt, speculative, config, on_token, false);
-             },
-             "prompt"_a, "speculative"_a, "config"_a, "on_token"_a = py::none())
-        .def("generate_tree_speculative",
-             [](const PyModel& self, const py::object& prompt, const SpeculativeConfig& speculative, const GenerateConfig& config, const py::object& on_token) {
-                 return self.speculative(prompt, speculative, config, on_token, true);
-             },
-             "prompt"_a, "speculative"_a, "config"_a, "on_token"_a = py::none())
-        .def("create_prefix_cache", &make_prefix, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = "fp16", "exit_threshold"_a = 0.0)
+        .def(
+            "generate_speculative",
+            [](const PyModel& self, const py::object& prompt, const SpeculativeConfig& speculative,
+               const GenerateConfig& config,
+               const py::object& on_token) { return self.speculative(prompt, speculative, config, on_token, false); },
+            "prompt"_a, "speculative"_a, "config"_a, "on_token"_a = py::none())
+        .def(
+            "generate_tree_speculative",
+            [](const PyModel& self, const py::object& prompt, const SpeculativeConfig& speculative,
+               const GenerateConfig& config,
+               const py::object& on_token) { return self.speculative(prompt, speculative, config, on_token, true); },
+            "prompt"_a, "speculative"_a, "config"_a, "on_token"_a = py::none())
+        .def("create_prefix_cache", &make_prefix, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = "fp16",
+             "exit_threshold"_a = 0.0)
         .def("generate_from_prefix_cache", &from_prefix, "prefix"_a, "suffix"_a, "config"_a, "on_token"_a = py::none())
         .def("generate_with_pool", &with_pool, "pool"_a, "prompt"_a, "config"_a, "on_token"_a = py::none())
-        .def("create_resume_handle", &make_resume, "prompt"_a, "loops_used"_a, "cache_mode"_a = "fp16", "cache_window"_a = 0)
+        .def("create_resume_handle", &make_resume, "prompt"_a, "loops_used"_a, "cache_mode"_a = "fp16",
+             "cache_window"_a = 0)
         .def("resume_generate", &resume, "handle"_a, "loops"_a, "config"_a, "on_token"_a = py::none())
         .def("logits", &PyModel::all_logits, "tokens"_a, "loops"_a = 0, "cache_mode"_a = "fp16", "cache_window"_a = 0)
-        .def("cache_bytes",
-             [](const PyModel& self, const py::int_& tokens, const std::string& mode, const py::int_& loops, const py::int_& window) {
-                 return cache_bytes(self.get().get(), narrow<int>("tokens", tokens), mode, narrow<int>("loops", loops), narrow<int>("cache_window", window));
-             },
-             "tokens"_a, "cache_mode"_a = "fp16", "loops"_a = 0, "cache_window"_a = 0)
+        .def(
+            "cache_bytes",
+            [](const PyModel& self, const py::int_& tokens, const std::string& mode, const py::int_& loops,
+               const py::int_& window) {
+                return cache_bytes(self.get().get(), narrow<int>("tokens", tokens), mode, narrow<int>("loops", loops),
+                                   narrow<int>("cache_window", window));
+            },
+            "tokens"_a, "cache_mode"_a = "fp16", "loops"_a = 0, "cache_window"_a = 0)
         .def("close", &PyModel::close)
         .def_property_readonly("metadata",
                                [](const PyModel& self) { return metadata_dict(artifact(self.get().get())); })
@@ -469,7 +493,10 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("step_counter", [](const PyModel& self) { return step_counter(self.get().get()); });
 
     py::class_<PyPool>(m, "PrefixPool")
-        .def(py::init([](const py::int_& capacity) { return std::make_unique<PyPool>(nullptr, create_prefix_pool(narrow<int>("capacity", capacity))); }), "capacity"_a)
+        .def(py::init([](const py::int_& capacity) {
+                 return std::make_unique<PyPool>(nullptr, create_prefix_pool(narrow<int>("capacity", capacity)));
+             }),
+             "capacity"_a)
         .def("register_prefix", &add_prefix, "model"_a, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = "fp16")
         .def("close", &PyPool::close)
         .def("__len__", [](const PyPool& self) { return pool_size(self.get().get()); })

@@ -19,7 +19,9 @@ void free_model(Model* model) { delete model; }
 
 const ArtifactInfo& artifact(const Model* model) { return model->info(); }
 int max_seq_len(const Model* model) { return model->options().max_seq_len; }
-std::string device_level(const Model* model) { return std::string(model->backend().name) + "/" + model->backend().model_level(model->handle()); }
+std::string device_level(const Model* model) {
+    return std::string(model->backend().name) + "/" + model->backend().model_level(model->handle());
+}
 int threads(const Model* model) { return model->options().threads; }
 uint64_t step_counter(const Model* model) { return model->backend().steps(model->handle()); }
 uint64_t weight_bytes(const Model* model) { return model->backend().model_bytes(model->handle()); }

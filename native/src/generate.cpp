@@ -26,7 +26,9 @@ void check_batch(const std::vector<std::vector<int32_t>>& prompts, const std::ve
         shared("cache_window", c.cache_window, first.cache_window);
         shared("beam_size", c.beam_size, first.beam_size);
         shared("exit_threshold", c.exit_threshold, first.exit_threshold);
-        if (c.cache_mode != first.cache_mode) refuse(ErrorKind::mode, "cache_mode", c.cache_mode, first.cache_mode + ", as in lane 0: the lanes of a batch share it");
+        if (c.cache_mode != first.cache_mode)
+            refuse(ErrorKind::mode, "cache_mode", c.cache_mode,
+                   first.cache_mode + ", as in lane 0: the lanes of a batch share it");
     }
 }
 
@@ -46,23 +48,26 @@ Generation generate(Model* model, const int32_t* prompt, size_t prompt_len, cons
     return generate_stream(model, prompt, prompt_len, config, {});
 }
 
-std::vector<Generation> generate_batch(Model* model, const std::vector<std::vector<int32_t>>& prompts, const std::vector<GenerateConfig>& configs,
-                                       const StepCallback& on_step) {
+std::vector<Generation> generate_batch(Model* model, const std::vector<std::vector<int32_t>>& prompts,
+                                       const std::vector<GenerateConfig>& configs, const StepCallback& on_step) {
     const Call call(*model);
     auto config_of = [&](size_t i) -> const GenerateConfig& { return configs[configs.size() == 1 ? 0 : i]; };
     guard([&] {
         check_batch(prompts, configs);
-        for (size_t i = 0; i < prompts.size(); ++i) check_request(*model, prompts[i], config_of(i), kBatch, "prompts[" + std::to_string(i) + "]");
+        for (size_t i = 0; i < prompts.size(); ++i)
+            check_request(*model, prompts[i], config_of(i), kBatch, "prompts[" + std::to_string(i) + "]");
     });
     std::vector<Lane> lanes;
-    for (size_t i = 0; i < prompts.size(); ++i) lanes.emplace_back(*model, prompts[i], config_of(i), model->loops_of(config_of(i).loops));
+    for (size_t i = 0; i < prompts.size(); ++i)
+        lanes.emplace_back(*model, prompts[i], config_of(i), model->loops_of(config_of(i).loops));
     run_lanes(lanes, prefill_plain, on_step);
     std::vector<Generation> out;
     for (Lane& lane : lanes) out.push_back(std::move(lane.out));
     return out;
 }
 
-std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len, int loops, const std::string& cache_mode, int cache_window) {
+std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len, int loops,
+                          const std::string& cache_mode, int cache_window) {
     const std::vector<int32_t> tokens(prompt, prompt + prompt_len);
     const Call call(*model);
     GenerateConfig config;
@@ -73,11 +78,13 @@ std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len
         check_tokens(*model, tokens, "prompt");
         config.max_tokens = 1;
         if (tokens.size() > static_cast<size_t>(model->options().max_seq_len))
-            refuse(ErrorKind::limit, "prompt", std::to_string(tokens.size()) + " tokens", "at most max_seq_len = " + std::to_string(model->options().max_seq_len));
+            refuse(ErrorKind::limit, "prompt", std::to_string(tokens.size()) + " tokens",
+                   "at most max_seq_len = " + std::to_string(model->options().max_seq_len));
         if (cache_mode_of(cache_mode) < 0) refuse(ErrorKind::config, "cache_mode", cache_mode, cache_mode_names());
     });
     Lane lane(*model, tokens, config, model->loops_of(loops));
-    const Cache cache = model->make_cache(lane.prompt_length(), lane.out.stats.loops, cache_mode_of(cache_mode), cache_window);
+    const Cache cache =
+        model->make_cache(lane.prompt_length(), lane.out.stats.loops, cache_mode_of(cache_mode), cache_window);
     std::vector<tl_row> rows;
     for (int p = 0; p < lane.prompt_length(); ++p) rows.push_back(lane.row(0, p, tokens[p], TL_ROW_LOGITS));
     std::vector<float> out(tokens.size() * static_cast<size_t>(model->config().vocab_size));

@@ -19,14 +19,16 @@ void check_tokens(const Model& model, const std::vector<int32_t>& tokens, const 
     const int vocab = model.config().vocab_size;
     for (size_t i = 0; i < tokens.size(); ++i)
         if (tokens[i] < 0 || tokens[i] >= vocab)
-            refuse(ErrorKind::config, field + "[" + std::to_string(i) + "]", std::to_string(tokens[i]), "a token id from 0 to " + std::to_string(vocab - 1));
+            refuse(ErrorKind::config, field + "[" + std::to_string(i) + "]", std::to_string(tokens[i]),
+                   "a token id from 0 to " + std::to_string(vocab - 1));
 }
 
 namespace {
 
 // Refuses a mode that cannot be combined with the way to generate, naming both.
 void check_mode(const std::string& row, const char* column, const std::string& field, const std::string& value) {
-    if (!mode_supported(row, column)) refuse(ErrorKind::mode, field, value, "no " + row + " here: " + row + " and " + column + " exclude each other");
+    if (!mode_supported(row, column))
+        refuse(ErrorKind::mode, field, value, "no " + row + " here: " + row + " and " + column + " exclude each other");
 }
 
 void check_modes(const GenerateConfig& c, const char* column) {
@@ -40,7 +42,8 @@ void check_modes(const GenerateConfig& c, const char* column) {
 
 }  // namespace
 
-void check_request(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& c, const char* column, const std::string& prompt_field) {
+void check_request(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& c, const char* column,
+                   const std::string& prompt_field) {
     check_tokens(model, prompt, prompt_field);
     check_sampling(c);
     model.loops_of(c.loops);
@@ -49,20 +52,28 @@ void check_request(const Model& model, const std::vector<int32_t>& prompt, const
     };
     integer("max_tokens", c.max_tokens, 1, "1 or more");
     integer("cache_window", c.cache_window, 0, "0 (the whole context) or more positions");
-    if (c.beam_size < 1 || c.beam_size > 64) refuse(ErrorKind::config, "beam_size", std::to_string(c.beam_size), "1 to 64");
-    if (!(c.exit_threshold >= 0 && c.exit_threshold <= 1)) refuse(ErrorKind::config, "exit_threshold", std::to_string(c.exit_threshold), "0 (off) to 1");
+    if (c.beam_size < 1 || c.beam_size > 64)
+        refuse(ErrorKind::config, "beam_size", std::to_string(c.beam_size), "1 to 64");
+    if (!(c.exit_threshold >= 0 && c.exit_threshold <= 1))
+        refuse(ErrorKind::config, "exit_threshold", std::to_string(c.exit_threshold), "0 (off) to 1");
     const int64_t need = static_cast<int64_t>(prompt.size()) + c.max_tokens;
     const int most = model.options().max_seq_len;
     if (need > most)
         refuse(ErrorKind::limit, "max_tokens", std::to_string(c.max_tokens),
-               "prompt_len + max_tokens <= max_seq_len, but " + std::to_string(prompt.size()) + " + " + std::to_string(c.max_tokens) + " = " +
-                   std::to_string(need) + " > " + std::to_string(most));
-    for (size_t i = 0; i < c.stop_sequences.size(); ++i) check_tokens(model, c.stop_sequences[i], "stop_sequences[" + std::to_string(i) + "]");
+               "prompt_len + max_tokens <= max_seq_len, but " + std::to_string(prompt.size()) + " + " +
+                   std::to_string(c.max_tokens) + " = " + std::to_string(need) + " > " + std::to_string(most));
+    for (size_t i = 0; i < c.stop_sequences.size(); ++i)
+        check_tokens(model, c.stop_sequences[i], "stop_sequences[" + std::to_string(i) + "]");
     check_modes(c, column);
     if (c.beam_size > 1) {
-        if (c.temperature > 0) refuse(ErrorKind::mode, "temperature", std::to_string(c.temperature), "0 with beam_size > 1: beam search does not sample");
-        if (c.grammar) refuse(ErrorKind::mode, "grammar", "a grammar", "none with beam_size > 1: grammar and beam search exclude each other");
-        if (c.exit_threshold > 0) refuse(ErrorKind::mode, "exit_threshold", std::to_string(c.exit_threshold), "0 with beam_size > 1");
+        if (c.temperature > 0)
+            refuse(ErrorKind::mode, "temperature", std::to_string(c.temperature),
+                   "0 with beam_size > 1: beam search does not sample");
+        if (c.grammar)
+            refuse(ErrorKind::mode, "grammar", "a grammar",
+                   "none with beam_size > 1: grammar and beam search exclude each other");
+        if (c.exit_threshold > 0)
+            refuse(ErrorKind::mode, "exit_threshold", std::to_string(c.exit_threshold), "0 with beam_size > 1");
     }
 }
 
@@ -77,16 +88,29 @@ Lane::Lane(const Model& model_, const std::vector<int32_t>& prompt_, const Gener
     }
 }
 
-Cache Lane::make_cache(int extra) const { return model.make_cache(capacity() + extra, out.stats.loops, cache_mode_of(config.cache_mode), config.cache_window); }
+Cache Lane::make_cache(int extra) const {
+    return model.make_cache(capacity() + extra, out.stats.loops, cache_mode_of(config.cache_mode), config.cache_window);
+}
 
 tl_row Lane::row(int cache, int position, int32_t token, uint32_t flags) const {
-    return {cache, position, position, position, 1, token, 0, out.stats.loops, -1, flags, static_cast<float>(config.exit_threshold)};
+    return {cache,
+            position,
+            position,
+            position,
+            1,
+            token,
+            0,
+            out.stats.loops,
+            -1,
+            flags,
+            static_cast<float>(config.exit_threshold)};
 }
 
 bool Lane::ends_in_stop_sequence() const {
-    return std::any_of(config.stop_sequences.begin(), config.stop_sequences.end(), [&](const std::vector<int32_t>& stop) {
-        return stop.size() <= out.tokens.size() && std::equal(stop.rbegin(), stop.rend(), out.tokens.rbegin());
-    });
+    return std::any_of(
+        config.stop_sequences.begin(), config.stop_sequences.end(), [&](const std::vector<int32_t>& stop) {
+            return stop.size() <= out.tokens.size() && std::equal(stop.rbegin(), stop.rend(), out.tokens.rbegin());
+        });
 }
 
 void Lane::advance(float* logits) {
@@ -123,11 +147,14 @@ void Lane::take(int32_t token) {
 void prefill_from(Lane& lane, int begin, int cache, const std::vector<tl_cache*>& caches, float* logits) {
     std::vector<tl_row> rows;
     const int n = lane.prompt_length();
-    for (int p = begin; p < n; ++p) rows.push_back(lane.row(cache, p, lane.prompt[p], p + 1 < n ? TL_ROW_CODA : TL_ROW_LOGITS));
+    for (int p = begin; p < n; ++p)
+        rows.push_back(lane.row(cache, p, lane.prompt[p], p + 1 < n ? TL_ROW_CODA : TL_ROW_LOGITS));
     lane.model.forward(caches, nullptr, rows, logits);
 }
 
-void prefill_plain(Lane& lane, int cache, Cache&, const std::vector<tl_cache*>& caches, float* logits) { prefill_from(lane, 0, cache, caches, logits); }
+void prefill_plain(Lane& lane, int cache, Cache&, const std::vector<tl_cache*>& caches, float* logits) {
+    prefill_from(lane, 0, cache, caches, logits);
+}
 
 void run_lanes(std::vector<Lane>& lanes, const Prefill& prefill, const StepCallback& on_step) {
     const Clock::time_point start = Clock::now();
@@ -151,7 +178,9 @@ void run_lanes(std::vector<Lane>& lanes, const Prefill& prefill, const StepCallb
     std::vector<int64_t> total_loops(n);
     std::vector<bool> cancel(n);
     std::vector<tl_row> rows;
-    for (size_t i = 0; i < n; ++i) rows.push_back(lanes[i].row(static_cast<int>(i), lanes[i].prompt_length() - 1, lanes[i].prompt.back(), TL_ROW_LOGITS));
+    for (size_t i = 0; i < n; ++i)
+        rows.push_back(
+            lanes[i].row(static_cast<int>(i), lanes[i].prompt_length() - 1, lanes[i].prompt.back(), TL_ROW_LOGITS));
     for (bool all_stopped = false; !all_stopped;) {
         for (size_t i = 0; i < n; ++i) {
             Lane& lane = lanes[i];
@@ -178,17 +207,22 @@ void run_lanes(std::vector<Lane>& lanes, const Prefill& prefill, const StepCallb
     for (size_t i = 0; i < n; ++i) {
         GenerateStats& stats = lanes[i].out.stats;
         stats.generated_tokens = static_cast<int>(lanes[i].out.tokens.size());
-        stats.mean_loops = stats.generated_tokens > 1 ? static_cast<double>(total_loops[i]) / (stats.generated_tokens - 1) : stats.loops;
+        stats.mean_loops = stats.generated_tokens > 1
+                               ? static_cast<double>(total_loops[i]) / (stats.generated_tokens - 1)
+                               : stats.loops;
     }
 }
 
-Generation run_single(Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, int loops, const Prefill& prefill,
-                      const TokenCallback& on_token) {
+Generation run_single(Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, int loops,
+                      const Prefill& prefill, const TokenCallback& on_token) {
     std::vector<Lane> lanes;
     lanes.emplace_back(model, prompt, config, loops);
     int position = static_cast<int>(prompt.size());
     StepCallback on_step;
-    if (on_token) on_step = [&](const std::vector<int32_t>& step, std::vector<bool>&) { return step[0] < 0 || on_token(step[0], position++); };
+    if (on_token)
+        on_step = [&](const std::vector<int32_t>& step, std::vector<bool>&) {
+            return step[0] < 0 || on_token(step[0], position++);
+        };
     run_lanes(lanes, prefill, on_step);
     return std::move(lanes[0].out);
 }

@@ -13,18 +13,20 @@
 namespace tinyloop {
 
 using Clock = std::chrono::steady_clock;
-inline double ms_since(Clock::time_point start) { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); }
+inline double ms_since(Clock::time_point start) {
+    return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
 
 // Runs the checks; a refusal is also a line on stderr (SPEC 2.4).
 void guard(const std::function<void()>& checks);
 
 void check_tokens(const Model& model, const std::vector<int32_t>& tokens, const std::string& field);
 // Everything that one request's fields must satisfy when it is generated in the way of `column` (modes.h).
-void check_request(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, const char* column,
-                   const std::string& prompt_field = "prompt");
+void check_request(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config,
+                   const char* column, const std::string& prompt_field = "prompt");
 
 class Lane {
-public:
+  public:
     // `prompt` and `config` must outlive the lane.
     Lane(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, int loops);
 
@@ -56,7 +58,7 @@ public:
     Sampler sampler;
     Generation out;
 
-private:
+  private:
     bool ends_in_stop_sequence() const;
 
     std::unique_ptr<GrammarState> grammar_;
@@ -64,7 +66,8 @@ private:
 };
 
 // Fills a lane's cache with its prompt and leaves the logits of its last token. cache: the index of the lane's cache.
-using Prefill = std::function<void(Lane& lane, int cache, Cache& own, const std::vector<tl_cache*>& caches, float* logits)>;
+using Prefill =
+    std::function<void(Lane& lane, int cache, Cache& own, const std::vector<tl_cache*>& caches, float* logits)>;
 void prefill_plain(Lane& lane, int cache, Cache& own, const std::vector<tl_cache*>& caches, float* logits);
 // The prompt's tokens from `begin` on; the slots before are filled.
 void prefill_from(Lane& lane, int begin, int cache, const std::vector<tl_cache*>& caches, float* logits);
@@ -73,7 +76,7 @@ void prefill_from(Lane& lane, int begin, int cache, const std::vector<tl_cache*>
 void run_lanes(std::vector<Lane>& lanes, const Prefill& prefill, const StepCallback& on_step);
 
 // The same for one lane.
-Generation run_single(Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, int loops, const Prefill& prefill,
-                      const TokenCallback& on_token);
+Generation run_single(Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config, int loops,
+                      const Prefill& prefill, const TokenCallback& on_token);
 
 }  // namespace tinyloop

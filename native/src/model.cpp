@@ -109,7 +109,11 @@ void check(int result, const tl_status& status, const std::string& doing) {
 }
 
 Cache::Cache(const tl_backend& backend, tl_model* model, const tl_cache_desc& shape)
-    : backend_(&backend), model_(model), shape_(shape), cache_(nullptr, backend.cache_destroy), bytes_(backend.cache_bytes(model, &shape)) {
+    : backend_(&backend),
+      model_(model),
+      shape_(shape),
+      cache_(nullptr, backend.cache_destroy),
+      bytes_(backend.cache_bytes(model, &shape)) {
     tl_cache* cache = nullptr;
     tl_status status{};
     check(backend.cache_create(model, &shape, &cache, &status), status,
@@ -143,16 +147,20 @@ Model::Model(const std::string& path, const LoadOptions& options)
     handle_ = create(backend_, file, options_);
 }
 
-Cache Model::make_cache(int positions, int loops, int mode, int window) const { return Cache(backend_, handle(), {mode, positions, loops, window}); }
+Cache Model::make_cache(int positions, int loops, int mode, int window) const {
+    return Cache(backend_, handle(), {mode, positions, loops, window});
+}
 
-void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows, float* logits, int32_t* loops_run) const {
+void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows,
+                    float* logits, int32_t* loops_run) const {
     const size_t most = static_cast<size_t>(options_.prefill_chunk);
     for (size_t begin = 0; begin < rows.size(); begin += most) {
         const size_t count = std::min(most, rows.size() - begin);
         tl_status status{};
-        check(backend_.forward(handle(), caches.data(), static_cast<int32_t>(caches.size()), states, rows.data() + begin, static_cast<int32_t>(count),
-                               logits, loops_run ? loops_run + begin : nullptr, &status),
-              status, "a forward pass");
+        check(
+            backend_.forward(handle(), caches.data(), static_cast<int32_t>(caches.size()), states, rows.data() + begin,
+                             static_cast<int32_t>(count), logits, loops_run ? loops_run + begin : nullptr, &status),
+            status, "a forward pass");
         for (size_t i = begin; i < begin + count; ++i)
             if (rows[i].flags & TL_ROW_LOGITS) logits += config().vocab_size;
     }
@@ -161,7 +169,8 @@ void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, con
 int Model::loops_of(int asked) const {
     const ModelConfig& c = config();
     if (asked < 0 || asked > c.max_loops)
-        refuse(ErrorKind::limit, "loops", std::to_string(asked), "0 (the default, " + std::to_string(c.loops) + ") to " + std::to_string(c.max_loops));
+        refuse(ErrorKind::limit, "loops", std::to_string(asked),
+               "0 (the default, " + std::to_string(c.loops) + ") to " + std::to_string(c.max_loops));
     return asked ? asked : c.loops;
 }
 
@@ -172,11 +181,14 @@ Call::Call(Model& model) : model_(model) {
 
 void Call::claim(std::atomic<bool>& busy, const Model* owner, const char* kind) {
     auto fail = [&](ErrorKind error, const char* value, const char* accepted) {
-        model_.busy_.store(false, std::memory_order_release);  // the destructor does not run when the constructor throws
+        model_.busy_.store(false,
+                           std::memory_order_release);  // the destructor does not run when the constructor throws
         refuse(error, kind, value, accepted);
     };
-    if (owner && owner != &model_) fail(ErrorKind::mode, "built with another model", "a handle of the model it is used with");
-    if (busy.exchange(true, std::memory_order_acquire)) fail(ErrorKind::busy, "in use by another call", "one call at a time: a handle is not re-entrant");
+    if (owner && owner != &model_)
+        fail(ErrorKind::mode, "built with another model", "a handle of the model it is used with");
+    if (busy.exchange(true, std::memory_order_acquire))
+        fail(ErrorKind::busy, "in use by another call", "one call at a time: a handle is not re-entrant");
     handle_ = &busy;
 }
 

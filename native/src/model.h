@@ -23,7 +23,7 @@ class Cache {
     void copy_from(const Cache& other, int slots, int loops);
     void move(int to_slot, int from_slot);
 
-private:
+  private:
     const tl_backend* backend_;
     tl_model* model_;
     tl_cache_desc shape_;
@@ -37,7 +37,7 @@ class States {
     tl_states* get() const { return states_.get(); }
     uint64_t bytes() const { return bytes_; }
 
-private:
+  private:
     uint64_t bytes_;
     std::unique_ptr<tl_states, void (*)(tl_states*)> states_;
 };
@@ -57,13 +57,13 @@ class Model {
 
     // One pass over the rows (backend.h), split where there are more than prefill_chunk. A split never separates rows
     // in a way that breaks the order rule, because it keeps their order.
-    void forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows, float* logits,
-                 int32_t* loops_run = nullptr) const;
+    void forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows,
+                 float* logits, int32_t* loops_run = nullptr) const;
 
     // The loops of a request, its default resolved; throws ErrorKind::limit.
     int loops_of(int asked) const;
 
-private:
+  private:
     friend class Call;
 
     ArtifactInfo info_;
@@ -73,10 +73,10 @@ private:
     std::atomic<bool> busy_{false};
 };
 
-// Held during every call that computes, on the model and on the handle it uses; throws ErrorKind::busy when another call is
-// on and ErrorKind::mode when the handle was built with another model.
+// Held during every call that computes, on the model and on the handle it uses; throws ErrorKind::busy when another
+// call is on and ErrorKind::mode when the handle was built with another model.
 class Call {
-public:
+  public:
     explicit Call(Model& model);
     template <class Handle>
     Call(Model& model, Handle& handle, const char* kind) : Call(model) {
@@ -86,7 +86,7 @@ public:
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
-private:
+  private:
     void claim(std::atomic<bool>& busy, const Model* owner, const char* kind);
 
     Model& model_;

@@ -1,4 +1,5 @@
-// The mode matrix (SPEC 2.4), read from protocol/modes.json, which the dispatcher, the documents and the tests read too.
+// The mode matrix (SPEC 2.4), read from protocol/modes.json, which the dispatcher, the documents and the tests read
+// too.
 #pragma once
 #include <string>
 

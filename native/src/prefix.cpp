@@ -7,8 +7,9 @@
 namespace tinyloop {
 
 class PrefixCache {
-public:
-    PrefixCache(Model& model_, std::vector<int32_t> tokens_, int loops_, std::string cache_mode_, double exit_threshold_)
+  public:
+    PrefixCache(Model& model_, std::vector<int32_t> tokens_, int loops_, std::string cache_mode_,
+                double exit_threshold_)
         : model(&model_),
           tokens(std::move(tokens_)),
           loops(loops_),
@@ -24,7 +25,9 @@ public:
     }
 
     // How many of the prompt's tokens it saves: all but the last, whose logits are needed, can come from it.
-    int reusable(const std::vector<int32_t>& prompt) const { return static_cast<int>(std::min(tokens.size(), prompt.size() - 1)); }
+    int reusable(const std::vector<int32_t>& prompt) const {
+        return static_cast<int>(std::min(tokens.size(), prompt.size() - 1));
+    }
 
     // The prefill of a lane whose prompt starts with these tokens.
     Prefill prefill() const {
@@ -46,16 +49,18 @@ public:
 };
 
 class PrefixPool {
-public:
+  public:
     explicit PrefixPool(int capacity_) : capacity(capacity_) {}
 
     // The longest registered prefix of the prompt that was built as the request wants it, as the most recently used.
-    PrefixCache* find(const Model& wanted, const std::vector<int32_t>& prompt, const GenerateConfig& config, int loops) {
+    PrefixCache* find(const Model& wanted, const std::vector<int32_t>& prompt, const GenerateConfig& config,
+                      int loops) {
         auto best = entries.end();
         for (auto entry = entries.begin(); entry != entries.end(); ++entry) {
             const PrefixCache& p = **entry;
-            const bool fits = p.model == &wanted && p.loops == loops && p.cache_mode == config.cache_mode && p.exit_threshold == config.exit_threshold &&
-                              p.tokens.size() <= prompt.size() && std::equal(p.tokens.begin(), p.tokens.end(), prompt.begin());
+            const bool fits = p.model == &wanted && p.loops == loops && p.cache_mode == config.cache_mode &&
+                              p.exit_threshold == config.exit_threshold && p.tokens.size() <= prompt.size() &&
+                              std::equal(p.tokens.begin(), p.tokens.end(), prompt.begin());
             if (fits && (best == entries.end() || p.tokens.size() > (*best)->tokens.size())) best = entry;
         }
         if (best == entries.end()) return nullptr;
@@ -71,22 +76,26 @@ public:
 
 namespace {
 
-std::unique_ptr<PrefixCache> build(Model& model, const int32_t* tokens, size_t count, int n_loops, const std::string& cache_mode, double exit_threshold) {
+std::unique_ptr<PrefixCache> build(Model& model, const int32_t* tokens, size_t count, int n_loops,
+                                   const std::string& cache_mode, double exit_threshold) {
     std::vector<int32_t> list(tokens, tokens + count);
     guard([&] {
         check_tokens(model, list, "tokens");
         model.loops_of(n_loops);
         if (cache_mode_of(cache_mode) < 0) refuse(ErrorKind::config, "cache_mode", cache_mode, cache_mode_names());
-        if (!(exit_threshold >= 0 && exit_threshold <= 1)) refuse(ErrorKind::config, "exit_threshold", std::to_string(exit_threshold), "0 (off) to 1");
+        if (!(exit_threshold >= 0 && exit_threshold <= 1))
+            refuse(ErrorKind::config, "exit_threshold", std::to_string(exit_threshold), "0 (off) to 1");
         if (list.size() >= static_cast<size_t>(model.options().max_seq_len))
-            refuse(ErrorKind::limit, "tokens", std::to_string(list.size()) + " tokens", "fewer than max_seq_len = " + std::to_string(model.options().max_seq_len));
+            refuse(ErrorKind::limit, "tokens", std::to_string(list.size()) + " tokens",
+                   "fewer than max_seq_len = " + std::to_string(model.options().max_seq_len));
     });
     return std::make_unique<PrefixCache>(model, std::move(list), model.loops_of(n_loops), cache_mode, exit_threshold);
 }
 
 }  // namespace
 
-PrefixCache* create_prefix_cache(Model* model, const int32_t* tokens, size_t count, int n_loops, const std::string& cache_mode, double exit_threshold) {
+PrefixCache* create_prefix_cache(Model* model, const int32_t* tokens, size_t count, int n_loops,
+                                 const std::string& cache_mode, double exit_threshold) {
     const Call call(*model);
     return build(*model, tokens, count, n_loops, cache_mode, exit_threshold).release();
 }
@@ -95,18 +104,23 @@ void free_prefix_cache(PrefixCache* prefix) { delete prefix; }
 uint64_t handle_bytes(const PrefixCache* prefix) { return prefix->cache.bytes(); }
 const std::vector<int32_t>& prefix_tokens(const PrefixCache* prefix) { return prefix->tokens; }
 
-Generation generate_from_prefix_cache(Model* model, PrefixCache* prefix, const int32_t* suffix, size_t suffix_len, const GenerateConfig& config,
-                                      const TokenCallback& on_token) {
+Generation generate_from_prefix_cache(Model* model, PrefixCache* prefix, const int32_t* suffix, size_t suffix_len,
+                                      const GenerateConfig& config, const TokenCallback& on_token) {
     const Call call(*model, *prefix, "prefix");
     std::vector<int32_t> prompt = prefix->tokens;
     prompt.insert(prompt.end(), suffix, suffix + suffix_len);
     guard([&] {
         check_request(*model, prompt, config, kPrefix);
         const int loops = model->loops_of(config.loops);
-        if (loops != prefix->loops) refuse(ErrorKind::mode, "loops", std::to_string(loops), std::to_string(prefix->loops) + ", which the prefix was built at");
-        if (config.cache_mode != prefix->cache_mode) refuse(ErrorKind::mode, "cache_mode", config.cache_mode, prefix->cache_mode + ", which the prefix was built with");
+        if (loops != prefix->loops)
+            refuse(ErrorKind::mode, "loops", std::to_string(loops),
+                   std::to_string(prefix->loops) + ", which the prefix was built at");
+        if (config.cache_mode != prefix->cache_mode)
+            refuse(ErrorKind::mode, "cache_mode", config.cache_mode,
+                   prefix->cache_mode + ", which the prefix was built with");
         if (config.exit_threshold != prefix->exit_threshold)
-            refuse(ErrorKind::mode, "exit_threshold", std::to_string(config.exit_threshold), std::to_string(prefix->exit_threshold) + ", which the prefix was built with");
+            refuse(ErrorKind::mode, "exit_threshold", std::to_string(config.exit_threshold),
+                   std::to_string(prefix->exit_threshold) + ", which the prefix was built with");
     });
     return run_single(*model, prompt, config, prefix->loops, prefix->prefill(), on_token);
 }
@@ -127,17 +141,20 @@ uint64_t handle_bytes(const PrefixPool* pool) {
     return total;
 }
 
-void register_prefix(PrefixPool* pool, Model* model, const int32_t* tokens, size_t count, int n_loops, const std::string& cache_mode) {
+void register_prefix(PrefixPool* pool, Model* model, const int32_t* tokens, size_t count, int n_loops,
+                     const std::string& cache_mode) {
     const Call call(*model, *pool, "pool");
     std::unique_ptr<PrefixCache> built = build(*model, tokens, count, n_loops, cache_mode, 0);
     pool->model = model;
-    pool->entries.remove_if([&](const auto& e) { return e->tokens == built->tokens && e->loops == built->loops && e->cache_mode == built->cache_mode; });
+    pool->entries.remove_if([&](const auto& e) {
+        return e->tokens == built->tokens && e->loops == built->loops && e->cache_mode == built->cache_mode;
+    });
     pool->entries.push_front(std::move(built));
     if (static_cast<int>(pool->entries.size()) > pool->capacity) pool->entries.pop_back();
 }
 
-Generation generate_with_pool(Model* model, PrefixPool* pool, const int32_t* prompt, size_t prompt_len, const GenerateConfig& config,
-                              const TokenCallback& on_token) {
+Generation generate_with_pool(Model* model, PrefixPool* pool, const int32_t* prompt, size_t prompt_len,
+                              const GenerateConfig& config, const TokenCallback& on_token) {
     const Call call(*model, *pool, "pool");
     const std::vector<int32_t> tokens(prompt, prompt + prompt_len);
     guard([&] { check_request(*model, tokens, config, kPrefix); });

@@ -68,7 +68,8 @@ void log_softmax(const float* logits, int n, double* out) {
 void Sampler::penalize(float* logits) const {
     if (repetition_penalty_ == 1) return;
     for (size_t id = 0; id < seen_.size(); ++id)
-        if (seen_[id]) logits[id] = logits[id] > 0 ? logits[id] / repetition_penalty_ : logits[id] * repetition_penalty_;
+        if (seen_[id])
+            logits[id] = logits[id] > 0 ? logits[id] / repetition_penalty_ : logits[id] * repetition_penalty_;
 }
 
 int32_t Sampler::sample(float* logits, int position, const uint32_t* allowed) {
@@ -85,7 +86,9 @@ int32_t Sampler::sample(float* logits, int position, const uint32_t* allowed) {
     for (int id = 0; id < vocab; ++id)
         if (may(id)) candidates_.push_back({id, logits[id], exp_negative((logits[id] - top) / temperature_)});
     if (candidates_.size() == 1) return best;
-    auto ranks_before = [](const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; };
+    auto ranks_before = [](const Candidate& a, const Candidate& b) {
+        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+    };
     if (top_k_ > 0 && top_k_ < static_cast<int>(candidates_.size())) {
         std::nth_element(candidates_.begin(), candidates_.begin() + top_k_ - 1, candidates_.end(), ranks_before);
         candidates_.resize(top_k_);

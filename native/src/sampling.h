@@ -29,8 +29,8 @@ class Sampler {
     // The token is in the sequence now, or (a rejected draft) no longer.
     void saw(int32_t token) { ++seen_[static_cast<size_t>(token)]; }
     void unsaw(int32_t token) { --seen_[static_cast<size_t>(token)]; }
-    // `logits` (vocab_size) is used as work space. `position`: of the token to sample in the whole sequence. `allowed`: a
-    // bit per token, or null.
+    // `logits` (vocab_size) is used as work space. `position`: of the token to sample in the whole sequence. `allowed`:
+    // a bit per token, or null.
     int32_t sample(float* logits, int position, const uint32_t* allowed = nullptr);
     void penalize(float* logits) const;
 
@@ -45,8 +45,8 @@ class Sampler {
     const float repetition_penalty_;
     const int top_k_;
     const uint64_t seed_;
-    std::vector<int32_t> seen_;         // (vocab_size) how often each token is in the sequence
-    std::vector<Candidate> candidates_; // work space
+    std::vector<int32_t> seen_;          // (vocab_size) how often each token is in the sequence
+    std::vector<Candidate> candidates_;  // work space
 };
 
 }  // namespace tinyloop

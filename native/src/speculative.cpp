@@ -1,6 +1,7 @@
-// Self-speculation (Leviathan et al., arXiv 2211.17192, with the model's own first loops as the draft). The draft's rows keep
-// their states, and the verification goes on from them, so no loop of any row runs twice. A draft is accepted exactly when
-// it is the token that plain decoding would have sampled there: the draw depends on (seed, position) alone.
+// Self-speculation (Leviathan et al., arXiv 2211.17192, with the model's own first loops as the draft). The draft's
+// rows keep their states, and the verification goes on from them, so no loop of any row runs twice. A draft is accepted
+// exactly when it is the token that plain decoding would have sampled there: the draw depends on (seed, position)
+// alone.
 #include <algorithm>
 
 #include "lane.h"
@@ -16,9 +17,14 @@ struct Node {  // a token in the draft tree; nodes are in slot order, parents be
 };
 
 class Speculation {
-public:
+  public:
     Speculation(Model& model, Lane& lane, const SpeculativeConfig& config, int branches)
-        : model_(model), lane_(lane), config_(config), branches_(branches), vocab_(static_cast<size_t>(model.config().vocab_size)), cache_(lane.make_cache(config.draft_ahead * branches)),
+        : model_(model),
+          lane_(lane),
+          config_(config),
+          branches_(branches),
+          vocab_(static_cast<size_t>(model.config().vocab_size)),
+          cache_(lane.make_cache(config.draft_ahead * branches)),
           states_(model.make_states(1 + config.draft_ahead * branches)) {
         lane.out.stats.cache_bytes = cache_.bytes();
     }
@@ -38,7 +44,7 @@ public:
         lane_.out.stats.mean_loops = lane_.out.stats.loops;
     }
 
-private:
+  private:
     void deliver(const TokenCallback& on_token) {
         if (on_token && !on_token(lane_.out.tokens.back(), lane_.length() - 1)) lane_.cancel();
     }
@@ -55,7 +61,8 @@ private:
     // Drafts from the last accepted token, verifies, and takes what plain decoding would have taken.
     void round(const TokenCallback& on_token) {
         const int base = lane_.length() - 1;  // the root's slot: its token is known, its keys and values are not
-        const int ahead = std::min(config_.draft_ahead, lane_.config.max_tokens - static_cast<int>(lane_.out.tokens.size()));
+        const int ahead =
+            std::min(config_.draft_ahead, lane_.config.max_tokens - static_cast<int>(lane_.out.tokens.size()));
         std::vector<Node> nodes = {{lane_.out.tokens.back(), -1, 1, 0}};
         draft(nodes, base, ahead);
 
@@ -82,8 +89,9 @@ private:
         }
     }
 
-    // Grows the tree by up to `ahead` - 1 levels: the first has `branches` nodes, each then grows a chain. The nodes' states at
-    // draft_loops stay in states_. The last level is not drafted on: its verification gives the token after it.
+    // Grows the tree by up to `ahead` - 1 levels: the first has `branches` nodes, each then grows a chain. The nodes'
+    // states at draft_loops stay in states_. The last level is not drafted on: its verification gives the token after
+    // it.
     void draft(std::vector<Node>& nodes, int base, int ahead) {
         std::vector<int> leaves = {0};
         for (int level = 0; level < ahead; ++level) {
@@ -104,7 +112,8 @@ private:
                     const int32_t token = guess(nodes, leaf, base, row_logits);
                     if (token < 0) break;
                     grown.push_back(static_cast<int>(nodes.size()));
-                    nodes.push_back({token, leaf, nodes[leaf].tree | uint64_t(1) << nodes.size(), nodes[leaf].depth + 1});
+                    nodes.push_back(
+                        {token, leaf, nodes[leaf].tree | uint64_t(1) << nodes.size(), nodes[leaf].depth + 1});
                     row_logits[token] = -3e38f;  // the next branch is another token
                 }
             }
@@ -132,8 +141,8 @@ private:
     States states_;  // (nodes of a tree)
 };
 
-Generation speculate(Model* model, const int32_t* prompt, size_t prompt_len, const SpeculativeConfig& speculative, const GenerateConfig& config,
-                     const TokenCallback& on_token, bool tree) {
+Generation speculate(Model* model, const int32_t* prompt, size_t prompt_len, const SpeculativeConfig& speculative,
+                     const GenerateConfig& config, const TokenCallback& on_token, bool tree) {
     const std::vector<int32_t> tokens(prompt, prompt + prompt_len);
     const Call call(*model);
     SpeculativeConfig used = speculative;
@@ -142,7 +151,9 @@ Generation speculate(Model* model, const int32_t* prompt, size_t prompt_len, con
         if (used.verify_loops == 0) used.verify_loops = model->loops_of(config.loops);
         model->loops_of(used.verify_loops);
         auto range = [](const char* field, int value, int low, int high) {
-            if (value < low || value > high) refuse(ErrorKind::config, field, std::to_string(value), std::to_string(low) + " to " + std::to_string(high));
+            if (value < low || value > high)
+                refuse(ErrorKind::config, field, std::to_string(value),
+                       std::to_string(low) + " to " + std::to_string(high));
         };
         range("draft_loops", used.draft_loops, 1, used.verify_loops);
         range("draft_ahead", used.draft_ahead, 1, std::min(32, model->options().prefill_chunk));
@@ -156,13 +167,15 @@ Generation speculate(Model* model, const int32_t* prompt, size_t prompt_len, con
 
 }  // namespace
 
-Generation generate_speculative(Model* model, const int32_t* prompt, size_t prompt_len, const SpeculativeConfig& speculative, const GenerateConfig& config,
+Generation generate_speculative(Model* model, const int32_t* prompt, size_t prompt_len,
+                                const SpeculativeConfig& speculative, const GenerateConfig& config,
                                 const TokenCallback& on_token) {
     return speculate(model, prompt, prompt_len, speculative, config, on_token, false);
 }
 
-Generation generate_tree_speculative(Model* model, const int32_t* prompt, size_t prompt_len, const SpeculativeConfig& speculative,
-                                     const GenerateConfig& config, const TokenCallback& on_token) {
+Generation generate_tree_speculative(Model* model, const int32_t* prompt, size_t prompt_len,
+                                     const SpeculativeConfig& speculative, const GenerateConfig& config,
+                                     const TokenCallback& on_token) {
     return speculate(model, prompt, prompt_len, speculative, config, on_token, true);
 }
 

@@ -84,7 +84,7 @@ void test_rows_at_different_loops(const std::string& path) {
     const Cache cache = model->make_cache(20, 6), other = model->make_cache(20, 6);
     const States states = model->make_states(20);
     auto row = [&](int lane, int p, int begin, int end, uint32_t flags) {
-        return tl_row{lane, p, prompt[p], begin, end, lane == 0 ? p : -1, flags};
+        return tl_row{lane, p, p, p, 1, prompt[p], begin, end, lane == 0 ? p : -1, flags, 0};
     };
 
     std::vector<tl_row> rows;
@@ -154,6 +154,7 @@ void test_contracts(const std::string& path) {
     CHECK(refusal(ErrorKind::mode, batch([](GenerateConfig& c) { c.cache_window = 8; })) == "cache_window");
     CHECK(refusal(ErrorKind::mode, batch([](GenerateConfig& c) { c.beam_size = 2; })) == "beam_size");
     CHECK(refusal(ErrorKind::mode, batch([](GenerateConfig& c) { c.loops = 2; })) == "loops");
+    CHECK(refusal(ErrorKind::mode, batch([](GenerateConfig& c) { c.exit_threshold = 0.5; })) == "exit_threshold");
     CHECK(refusal(ErrorKind::mode, batch([](GenerateConfig& c) { c.temperature = 1; })) == "temperature");
     CHECK(refusal(ErrorKind::mode, batch([](GenerateConfig& c) { c.top_k = 3; })) == "top_k");
     CHECK(refusal(ErrorKind::mode, batch([](GenerateConfig& c) { c.top_p = 0.5; })) == "top_p");

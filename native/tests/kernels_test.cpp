@@ -62,22 +62,27 @@ void test_half() {
 }
 
 void test_product() {
-    for (const int dtype : {TL_F32, TL_F16, TL_BF16})
+    for (const int dtype : {static_cast<int>(TL_F32), static_cast<int>(TL_F16), static_cast<int>(TL_BF16), kInt8})
         for (const int inputs : {1, 16, 37, 256, 300, 600})
             for (const int rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25}) {
                 const int panels = 9, lda = inputs + 3, ldc = panels * kPanel;
                 std::vector<float> plain = draws(static_cast<size_t>(panels) * inputs * kPanel),
                                    a = draws(static_cast<size_t>(rows) * lda);
                 std::vector<uint16_t> packed(plain.size());
+                std::vector<int8_t> bytes(plain.size());
                 for (size_t i = 0; i < plain.size(); ++i) {
                     uint32_t bits;
                     std::memcpy(&bits, &plain[i], 4);
                     packed[i] = dtype == TL_F16 ? float_to_half(plain[i]) : static_cast<uint16_t>(bits >> 16);
-                    if (dtype != TL_F32)
-                        plain[i] = dtype == TL_F16 ? half_to_float(packed[i]) : bfloat_to_float(packed[i]);
+                    bytes[i] = static_cast<int8_t>(plain[i] * 127);
+                    if (dtype == TL_F16) plain[i] = half_to_float(packed[i]);
+                    if (dtype == TL_BF16) plain[i] = bfloat_to_float(packed[i]);
+                    if (dtype == kInt8) plain[i] = bytes[i];
                 }
-                const Panels w{dtype == TL_F32 ? static_cast<const void*>(plain.data()) : packed.data(), dtype, inputs,
-                               static_cast<size_t>(inputs) * kPanel};
+                const void* data = dtype == TL_F32 ? static_cast<const void*>(plain.data())
+                                   : dtype == kInt8 ? static_cast<const void*>(bytes.data())
+                                                    : packed.data();
+                const Panels w{data, dtype, inputs, static_cast<size_t>(inputs) * kPanel};
                 // The definition: one fused accumulator per output, inputs in order.
                 std::vector<float> expected(static_cast<size_t>(rows) * ldc);
                 for (int m = 0; m < rows; ++m)
@@ -92,19 +97,29 @@ void test_product() {
                 std::vector<float> scratch(kPanel * (rows + 256));
                 for (const Kernels* k : levels()) {
                     std::vector<float> c(expected.size());
-                    k->product(w, a.data(), lda, rows, c.data(), ldc, nullptr, false, 0, 4, scratch.data());
-                    k->product(w, a.data(), lda, rows, c.data(), ldc, nullptr, false, 4, panels, scratch.data());
+                    k->product(w, a.data(), lda, rows, c.data(), ldc, nullptr, Put::store, 0, 4, scratch.data());
+                    k->product(w, a.data(), lda, rows, c.data(), ldc, nullptr, Put::store, 4, panels, scratch.data());
                     CHECK(same(c, expected));
                     std::vector<int32_t> reversed(rows);
                     for (int m = 0; m < rows; ++m) reversed[m] = rows - 1 - m;
                     std::vector<float> added(expected.size(), 1.0f), wanted(expected.size());
-                    k->product(w, a.data(), lda, rows, added.data(), ldc, reversed.data(), true, 0, panels,
+                    k->product(w, a.data(), lda, rows, added.data(), ldc, reversed.data(), Put::add, 0, panels,
                                scratch.data());
                     for (int m = 0; m < rows; ++m)
                         for (int n = 0; n < ldc; ++n)
                             wanted[static_cast<size_t>(rows - 1 - m) * ldc + n] =
                                 1.0f + expected[static_cast<size_t>(m) * ldc + n];
                     CHECK(same(added, wanted));
+                    // Going on from a sum gives the bits of one sum.
+                    const int head = inputs / 3;
+                    const size_t size = dtype == TL_F32 ? 4 : dtype == kInt8 ? 1 : 2;
+                    const char* rest = static_cast<const char*>(data) + static_cast<size_t>(head) * kPanel * size;
+                    std::vector<float> in_two(expected.size());
+                    k->product({data, dtype, head, w.panel_elements}, a.data(), lda, rows, in_two.data(), ldc, nullptr,
+                               Put::store, 0, panels, scratch.data());
+                    k->product({rest, dtype, inputs - head, w.panel_elements}, a.data() + head, lda, rows,
+                               in_two.data(), ldc, nullptr, Put::go_on, 0, panels, scratch.data());
+                    CHECK(same(in_two, expected));
                 }
             }
 }
@@ -115,6 +130,7 @@ void test_rows_of_floats() {
         std::vector<float> first_norm, first_gate;
         for (const Kernels* k : levels()) {
             std::vector<float> norm(n), gate = x, sum = x, scaled = x;
+            CHECK(k->dot(x.data(), w.data(), n) == portable_kernels()->dot(x.data(), w.data(), n));
             k->rmsnorm(x.data(), w.data(), 1e-5f, n, norm.data());
             for (float& g : gate) g *= 30;
             k->swiglu(gate.data(), w.data(), n);
@@ -145,7 +161,7 @@ void test_softmax() {
         float first_sum = 0;
         for (const Kernels* k : levels()) {
             std::vector<float> out = scores;
-            const float sum = k->softmax(out.data(), n, padded, 20.0f);
+            const float sum = k->softmax(out.data(), 0, n, padded, 20.0f);
             if (first.empty()) {
                 first = out;
                 first_sum = sum;
@@ -160,8 +176,19 @@ void test_softmax() {
             CHECK(worst < 2e-6);
             // The bits of a row do not depend on how far its work space reaches.
             std::vector<float> shorter(scores.begin(), scores.begin() + pad16(n));
-            CHECK(k->softmax(shorter.data(), n, pad16(n), 20.0f) == sum);
+            CHECK(k->softmax(shorter.data(), 0, n, pad16(n), 20.0f) == sum);
             CHECK(std::memcmp(shorter.data(), out.data(), shorter.size() * 4) == 0);
+            // A row that begins later sees only what it sees.
+            const int begin = n / 2;
+            std::vector<float> late = scores;
+            const float late_sum = k->softmax(late.data(), begin, n, padded, 20.0f);
+            double late_top = -1e30, late_total = 0;
+            for (int i = begin; i < n; ++i) late_top = std::max(late_top, double(scores[i]) * 20);
+            for (int i = begin; i < n; ++i) late_total += std::exp(double(scores[i]) * 20 - late_top);
+            for (int i = 0; i < padded; ++i) {
+                const double wanted = i < begin || i >= n ? 0 : std::exp(double(scores[i]) * 20 - late_top) / late_total;
+                if (std::fabs(late[i] / late_sum - wanted) > 2e-6) CHECK(!"a window's weights");
+            }
         }
     }
 }

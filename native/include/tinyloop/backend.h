@@ -24,8 +24,15 @@ enum tl_norm { TL_NORM_PRE = 0, TL_NORM_SANDWICH = 1, TL_NORM_POST = 2, TL_NORM_
 enum tl_injection { TL_INJECT_NONE = 0, TL_INJECT_ADD = 1, TL_INJECT_CONCAT = 2 };
 enum tl_start { TL_START_PRELUDE = 0, TL_START_ZEROS = 1 };
 enum tl_rope { TL_ROPE_HALF = 0, TL_ROPE_INTERLEAVED = 1 };
-/* What a cache keeps of a position: keys and values, or ("h") the layer's normed input, projected again when attended. */
-enum tl_cache_mode { TL_CACHE_FP16 = 0, TL_CACHE_INT8 = 1, TL_CACHE_H_FP16 = 2, TL_CACHE_H_INT8 = 3, TL_CACHE_H_INT4 = 4 };
+/* What a cache keeps of a position: keys and values, or ("h") the layer's normed input, projected again when attended.
+ */
+enum tl_cache_mode {
+    TL_CACHE_FP16 = 0,
+    TL_CACHE_INT8 = 1,
+    TL_CACHE_H_FP16 = 2,
+    TL_CACHE_H_INT8 = 3,
+    TL_CACHE_H_INT4 = 4
+};
 enum tl_result { TL_OK = 0, TL_NO_MEMORY = 1, TL_UNAVAILABLE = 2, TL_FAILED = 3 };
 
 typedef struct tl_status {
@@ -83,11 +90,12 @@ enum tl_row_flags {
 };
 
 /* A row sees slots 0 .. base-1 of its cache, and slot base + i for every bit i of `tree`. In a plain sequence slot,
- * base and position are equal and `tree` is 1, the row itself; in a draft tree the bits are the row and its ancestors. */
+ * base and position are equal and `tree` is 1, the row itself; in a draft tree the bits are the row and its ancestors.
+ */
 typedef struct tl_row {
-    int32_t cache;      /* index into the caches of the call */
-    int32_t position;   /* for the rotary embedding */
-    int32_t slot;       /* where its keys and values go */
+    int32_t cache;    /* index into the caches of the call */
+    int32_t position; /* for the rotary embedding */
+    int32_t slot;     /* where its keys and values go */
     int32_t base;
     uint64_t tree;
     int32_t token;      /* used when loop_begin == 0 */
@@ -129,10 +137,10 @@ typedef struct tl_backend {
     /* Copies one slot over another in every layer and loop. */
     int (*cache_move)(tl_model*, tl_cache*, int32_t to_slot, int32_t from_slot, tl_status*);
 
-    /* logits: (number of rows with TL_ROW_LOGITS, vocab_size), in row order. n_rows <= max_rows. loops_run: (n_rows), the
-       loop each row stopped at, or NULL. */
-    int (*forward)(tl_model*, tl_cache* const* caches, int32_t n_caches, tl_states* states, const tl_row* rows, int32_t n_rows,
-                   float* logits, int32_t* loops_run, tl_status*);
+    /* logits: (number of rows with TL_ROW_LOGITS, vocab_size), in row order. n_rows <= max_rows. loops_run: (n_rows),
+       the loop each row stopped at, or NULL. */
+    int (*forward)(tl_model*, tl_cache* const* caches, int32_t n_caches, tl_states* states, const tl_row* rows,
+                   int32_t n_rows, float* logits, int32_t* loops_run, tl_status*);
 } tl_backend;
 
 /* What a plug-in library exports as `tinyloop_backend`. */

@@ -61,7 +61,7 @@ struct LoadOptions {
 
 // What a lane may say next. One state per lane and call; the core applies the mask on the host.
 class GrammarState {
-public:
+  public:
     virtual ~GrammarState() = default;
     // Sets bit `id % 32` of words[id / 32] for every token that may come next; words: (vocab_size + 31) / 32, zeroed.
     virtual void allowed(uint32_t* words) = 0;
@@ -84,10 +84,10 @@ struct GenerateConfig {
     std::vector<std::vector<int32_t>> stop_sequences;
     Grammar grammar;
     std::string cache_mode = "fp16";  // "fp16", "int8", or the stored inputs "h_fp16", "h_int8", "int4"
-    int cache_window = 0;          // positions; 0 = all
+    int cache_window = 0;             // positions; 0 = all
     int beam_size = 1;
-    double length_penalty = 1;     // beams rank by log-probability / length^length_penalty
-    double exit_threshold = 0;     // 0 = every loop runs; see tl_row
+    double length_penalty = 1;  // beams rank by log-probability / length^length_penalty
+    double exit_threshold = 0;  // 0 = every loop runs; see tl_row
     bool ignore_eos = false;
 };
 
@@ -102,11 +102,11 @@ struct GenerateStats {
     double prefill_ms = 0, first_token_ms = 0, decode_ms = 0;  // first_token_ms counts from the call
     std::string stop_reason;  // "eos", "stop_sequence", "max_tokens", "grammar", "cancelled"
     int prompt_tokens = 0, generated_tokens = 0, loops = 0;
-    int prefix_tokens = 0;    // of the prompt, not computed again
-    int loops_skipped = 0;    // of the prompt's tokens, by a warm start
+    int prefix_tokens = 0;  // of the prompt, not computed again
+    int loops_skipped = 0;  // of the prompt's tokens, by a warm start
     int drafted = 0, accepted = 0;
-    double mean_loops = 0;    // run per decoded token; less than `loops` where exit_threshold ended them
-    double grammar_ms = 0;    // computing and applying masks
+    double mean_loops = 0;  // run per decoded token; less than `loops` where exit_threshold ended them
+    double grammar_ms = 0;  // computing and applying masks
     uint64_t cache_bytes = 0;
 };
 
@@ -132,8 +132,8 @@ const ArtifactInfo& artifact(const Model* model);
 int max_seq_len(const Model* model);
 std::string device_level(const Model* model);  // "cpu/avx2"
 int threads(const Model* model);
-uint64_t step_counter(const Model* model);     // grows while the core works
-uint64_t weight_bytes(const Model* model);     // memory held by weights and work space
+uint64_t step_counter(const Model* model);  // grows while the core works
+uint64_t weight_bytes(const Model* model);  // memory held by weights and work space
 // Bytes that `tokens` positions take at `loops` (0 = default), with a window (0 = none).
 uint64_t cache_bytes(const Model* model, int tokens, const std::string& cache_mode, int loops, int cache_window = 0);
 
@@ -150,49 +150,56 @@ Generation generate_stream(Model* model, const int32_t* prompt, size_t prompt_le
 std::vector<Generation> generate_batch(Model* model, const std::vector<std::vector<int32_t>>& prompts,
                                        const std::vector<GenerateConfig>& configs, const StepCallback& on_step = {});
 
-// ---- reuse. A handle belongs to one model (another one is refused), is not re-entrant (refused too) and is never changed
-// by the calls that use it. It must be freed before its model.
+// ---- reuse. A handle belongs to one model (another one is refused), is not re-entrant (refused too) and is never
+// changed by the calls that use it. It must be freed before its model.
 
 // The cache of a prompt's first tokens at n_loops.
 class PrefixCache;
-PrefixCache* create_prefix_cache(Model* model, const int32_t* tokens, size_t count, int n_loops, const std::string& cache_mode = "fp16",
-                                 double exit_threshold = 0);
+PrefixCache* create_prefix_cache(Model* model, const int32_t* tokens, size_t count, int n_loops,
+                                 const std::string& cache_mode = "fp16", double exit_threshold = 0);
 void free_prefix_cache(PrefixCache* prefix);
 uint64_t handle_bytes(const PrefixCache* prefix);
 const std::vector<int32_t>& prefix_tokens(const PrefixCache* prefix);
-// The prompt is the prefix's tokens, then `suffix` (which may be empty). config.loops and cache_mode must be the prefix's.
-Generation generate_from_prefix_cache(Model* model, PrefixCache* prefix, const int32_t* suffix, size_t suffix_len, const GenerateConfig& config,
-                                      const TokenCallback& on_token = {});
+// The prompt is the prefix's tokens, then `suffix` (which may be empty). config.loops and cache_mode must be the
+// prefix's.
+Generation generate_from_prefix_cache(Model* model, PrefixCache* prefix, const int32_t* suffix, size_t suffix_len,
+                                      const GenerateConfig& config, const TokenCallback& on_token = {});
 
-// Prefixes of many prompts; the longest that matches wins, the least recently used goes when there are more than capacity.
+// Prefixes of many prompts; the longest that matches wins, the least recently used goes when there are more than
+// capacity.
 class PrefixPool;
 PrefixPool* create_prefix_pool(int capacity);
 void free_prefix_pool(PrefixPool* pool);
-void register_prefix(PrefixPool* pool, Model* model, const int32_t* tokens, size_t count, int n_loops, const std::string& cache_mode = "fp16");
+void register_prefix(PrefixPool* pool, Model* model, const int32_t* tokens, size_t count, int n_loops,
+                     const std::string& cache_mode = "fp16");
 int pool_size(const PrefixPool* pool);
 uint64_t handle_bytes(const PrefixPool* pool);
 // Without a match it is generate_stream.
-Generation generate_with_pool(Model* model, PrefixPool* pool, const int32_t* prompt, size_t prompt_len, const GenerateConfig& config,
-                              const TokenCallback& on_token = {});
+Generation generate_with_pool(Model* model, PrefixPool* pool, const int32_t* prompt, size_t prompt_len,
+                              const GenerateConfig& config, const TokenCallback& on_token = {});
 
 // A prompt run at loops_used, its states kept: generating at any loops >= loops_used skips those iterations of it.
 class ResumeHandle;
-ResumeHandle* create_resume_handle(Model* model, const int32_t* prompt, size_t prompt_len, int loops_used, const std::string& cache_mode = "fp16",
-                                   int cache_window = 0);
+ResumeHandle* create_resume_handle(Model* model, const int32_t* prompt, size_t prompt_len, int loops_used,
+                                   const std::string& cache_mode = "fp16", int cache_window = 0);
 void free_resume_handle(ResumeHandle* handle);
 uint64_t handle_bytes(const ResumeHandle* handle);
 int loops_used(const ResumeHandle* handle);
-Generation resume_generate(Model* model, ResumeHandle* handle, int loops, const GenerateConfig& config, const TokenCallback& on_token = {});
+Generation resume_generate(Model* model, ResumeHandle* handle, int loops, const GenerateConfig& config,
+                           const TokenCallback& on_token = {});
 
-// ---- self-speculation: few loops draft, the full loops verify all drafts in one pass that goes on from the drafts' states.
-// The tokens are those of generate_stream at verify_loops, at any temperature.
-Generation generate_speculative(Model* model, const int32_t* prompt, size_t prompt_len, const SpeculativeConfig& speculative, const GenerateConfig& config,
+// ---- self-speculation: few loops draft, the full loops verify all drafts in one pass that goes on from the drafts'
+// states. The tokens are those of generate_stream at verify_loops, at any temperature.
+Generation generate_speculative(Model* model, const int32_t* prompt, size_t prompt_len,
+                                const SpeculativeConfig& speculative, const GenerateConfig& config,
                                 const TokenCallback& on_token = {});
-Generation generate_tree_speculative(Model* model, const int32_t* prompt, size_t prompt_len, const SpeculativeConfig& speculative,
-                                     const GenerateConfig& config, const TokenCallback& on_token = {});
+Generation generate_tree_speculative(Model* model, const int32_t* prompt, size_t prompt_len,
+                                     const SpeculativeConfig& speculative, const GenerateConfig& config,
+                                     const TokenCallback& on_token = {});
 
 // (prompt_len, vocab_size) logits of every position; for tests and scoring.
-std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len, int loops, const std::string& cache_mode = "fp16", int cache_window = 0);
+std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len, int loops,
+                          const std::string& cache_mode = "fp16", int cache_window = 0);
 
 // SIMD levels that this machine can run, best first; "portable" is always there.
 std::vector<std::string> simd_levels();

@@ -1,8 +1,8 @@
 // Softmax attention over a cache, for the rows of one group and one key head at a time.
 //
 // A row reads exactly what the cache stores, its own slot included. Scores, weights and sums are ordered by slot, in
-// blocks of 16 slots counted from slot 0 of the sequence, so the bits do not depend on the group, the ring's size or where
-// it wraps; a slot that a row does not see adds exact zeros.
+// blocks of 16 slots counted from slot 0 of the sequence, so the bits do not depend on the group, the ring's size or
+// where it wraps; a slot that a row does not see adds exact zeros.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,7 +17,8 @@ struct tl_model::Window {
         int slot, at, count;  // `count` slots from `slot` on lie at `at`
     };
 
-    Window(const tl_cache& cache, int first_seen, int last_seen) : low(first_seen / kPanel * kPanel), high(last_seen + 1), width(pad16(high - low)) {
+    Window(const tl_cache& cache, int first_seen, int last_seen)
+        : low(first_seen / kPanel * kPanel), high(last_seen + 1), width(pad16(high - low)) {
         const int at = cache.at(low);
         runs[0] = {low, at, std::min(high - low, cache.capacity - at)};
         if (runs[0].count < high - low) runs[1] = {low + runs[0].count, 0, high - low - runs[0].count};
@@ -47,8 +48,12 @@ void tl_model::reserve_attention(const Call& call) {
                 angles_[static_cast<size_t>(p) * desc.head_dim + 2 * k + 1] = static_cast<float>(std::sin(turn));
             }
     }
-    const size_t score_bytes = sizeof(float) * static_cast<size_t>(std::max(kScoreRows, desc.n_heads / desc.n_kv_heads)) * longest;
-    const size_t projected_bytes = inputs ? sizeof(float) * (2 * longest * head_dim_ + kPanel * static_cast<size_t>(pad32(desc.d_model) + 2 * head_dim_)) : 0;
+    const size_t score_bytes =
+        sizeof(float) * static_cast<size_t>(std::max(kScoreRows, desc.n_heads / desc.n_kv_heads)) * longest;
+    const size_t projected_bytes =
+        inputs ? sizeof(float) *
+                     (2 * longest * head_dim_ + kPanel * static_cast<size_t>(pad32(desc.d_model) + 2 * head_dim_))
+               : 0;
     for (Buffer& b : scores_)
         if (b.bytes() < score_bytes) b = Buffer(score_bytes);
     for (Buffer& b : projected_)
@@ -86,7 +91,8 @@ int last_seen(const tl_row& row) { return row.base + 63 - __builtin_clzll(row.tr
 
 }  // namespace
 
-void tl_model::attend(const Call& call, const Plan& plan, const Group& group, const LayerWeights& w, int visit, int kv_head, int id) {
+void tl_model::attend(const Call& call, const Plan& plan, const Group& group, const LayerWeights& w, int visit,
+                      int kv_head, int id) {
     const tl_cache& cache = *call.caches[call.rows[plan.rows[group.begin]].cache];
     const int queries = desc.n_heads / desc.n_kv_heads;
     auto row_of = [&](int m) -> const tl_row& { return call.rows[plan.rows[group.begin + m]]; };
@@ -102,10 +108,13 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, co
     const int dtype = inputs ? static_cast<int>(TL_F32) : cache.quantized() ? kInt8 : static_cast<int>(TL_F16);
     const size_t size = inputs ? 4 : cache.quantized() ? 1 : 2;
     const char* keys = inputs ? projected_[id].as<char>() : cache.keys(visit, kv_head);
-    const char* values = inputs ? keys + sizeof(float) * static_cast<size_t>(window.width) * head_dim_ : cache.values(visit, kv_head);
+    const char* values =
+        inputs ? keys + sizeof(float) * static_cast<size_t>(window.width) * head_dim_ : cache.values(visit, kv_head);
     const size_t value_stride = static_cast<size_t>(inputs ? window.width : cache.capacity) * kPanel;
-    const float* q = qkv_.as<float>() + static_cast<size_t>(group.begin) * ldq_ + static_cast<size_t>(kv_head) * queries * head_dim_;
-    float* out = attended_.as<float>() + static_cast<size_t>(group.begin) * lda_ + static_cast<size_t>(kv_head) * queries * head_dim_;
+    const float* q =
+        qkv_.as<float>() + static_cast<size_t>(group.begin) * ldq_ + static_cast<size_t>(kv_head) * queries * head_dim_;
+    float* out = attended_.as<float>() + static_cast<size_t>(group.begin) * lda_ +
+                 static_cast<size_t>(kv_head) * queries * head_dim_;
     float* scores = scores_[id].as<float>();
     float* scratch = scratch_[id].as<float>();
 
@@ -116,19 +125,25 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, co
     for (int h = 0; h < products; ++h) {
         for (const Window::Run& run : window.runs) {
             const size_t at = static_cast<size_t>(inputs ? run.slot - window.low : run.at);
-            const Panels panels{keys + at * head_dim_ * size, dtype, head_dim_, static_cast<size_t>(head_dim_) * kPanel};
+            const Panels panels{keys + at * head_dim_ * size, dtype, head_dim_,
+                                static_cast<size_t>(head_dim_) * kPanel};
             const int count = (run.count + kPanel - 1) / kPanel;
-            if (count) kernels->product(panels, q + h * head_dim_, ldq, rows, scores + run.slot - window.low, window.width, nullptr, Put::store, 0, count, scratch);
+            if (count)
+                kernels->product(panels, q + h * head_dim_, ldq, rows, scores + run.slot - window.low, window.width,
+                                 nullptr, Put::store, 0, count, scratch);
         }
         float* to = out + h * head_dim_;
         float sums[1024];
-        for (int m = 0; m < rows; ++m) sums[m] = soften(cache, window, row_of(by_head ? 0 : m), visit, kv_head, scores + static_cast<size_t>(m) * window.width);
+        for (int m = 0; m < rows; ++m)
+            sums[m] = soften(cache, window, row_of(by_head ? 0 : m), visit, kv_head,
+                             scores + static_cast<size_t>(m) * window.width);
         Put put = Put::store;
         for (const Window::Run& run : window.runs) {
             if (!run.count) continue;
             const size_t at = static_cast<size_t>(inputs ? run.slot - window.low : run.at);
             const Panels panels{values + at * kPanel * size, dtype, run.count, value_stride};
-            kernels->product(panels, scores + run.slot - window.low, window.width, rows, to, ldo, nullptr, put, 0, head_dim_ / kPanel, scratch);
+            kernels->product(panels, scores + run.slot - window.low, window.width, rows, to, ldo, nullptr, put, 0,
+                             head_dim_ / kPanel, scratch);
             put = Put::go_on;
         }
         for (int m = 0; m < rows; ++m) kernels->scale(to + static_cast<size_t>(m) * ldo, head_dim_, 1.0f / sums[m]);
@@ -136,7 +151,8 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, co
 }
 
 // Turns a row's products into softmax numerators over the slots it sees, 0 elsewhere; returns their sum.
-float tl_model::soften(const tl_cache& cache, const Window& window, const tl_row& row, int visit, int kv_head, float* scores) const {
+float tl_model::soften(const tl_cache& cache, const Window& window, const tl_row& row, int visit, int kv_head,
+                       float* scores) const {
     const float factor = 1.0f / std::sqrt(static_cast<float>(desc.head_dim));
     auto scale_by = [&](const float* scales) {
         for (const Window::Run& run : window.runs)
@@ -161,24 +177,30 @@ float tl_model::soften(const tl_cache& cache, const Window& window, const tl_row
     return sum;
 }
 
-// Keys and values of one head for the window's slots, projected from the stored inputs into this thread's buffer: keys in
-// panels of 16 slots, then values in panels of 16 dimensions, as floats.
-void tl_model::project_inputs(const tl_cache& cache, const Window& window, const LayerWeights& w, int visit, int kv_head, int id) {
+// Keys and values of one head for the window's slots, projected from the stored inputs into this thread's buffer: keys
+// in panels of 16 slots, then values in panels of 16 dimensions, as floats.
+void tl_model::project_inputs(const tl_cache& cache, const Window& window, const LayerWeights& w, int visit,
+                              int kv_head, int id) {
     const int d = desc.d_model, hd = desc.head_dim, ldi = pad32(d);
     float* keys = projected_[id].as<float>();
     float* values = keys + static_cast<size_t>(window.width) * head_dim_;
     float* inputs = values + static_cast<size_t>(window.width) * head_dim_;  // (16, ldi)
     float* heads = inputs + static_cast<size_t>(kPanel) * ldi;               // (16, key head_dim + value head_dim)
-    const Stored kind = cache.mode == TL_CACHE_H_FP16 ? Stored::fp16 : cache.mode == TL_CACHE_H_INT8 ? Stored::int8 : Stored::int4;
-    const int panels = head_dim_ / kPanel, first_key = (desc.n_heads + kv_head) * panels, first_value = (desc.n_heads + desc.n_kv_heads + kv_head) * panels;
+    const Stored kind = cache.mode == TL_CACHE_H_FP16   ? Stored::fp16
+                        : cache.mode == TL_CACHE_H_INT8 ? Stored::int8
+                                                        : Stored::int4;
+    const int panels = head_dim_ / kPanel, first_key = (desc.n_heads + kv_head) * panels,
+              first_value = (desc.n_heads + desc.n_kv_heads + kv_head) * panels;
     const Panels all = w.qkv.view();
     for (int slot = window.low; slot < window.high; slot += kPanel) {
         const int count = std::min(kPanel, window.high - slot), column = slot - window.low;
-        for (int i = 0; i < count; ++i) restore(kind, cache.input(visit, slot + i), d, inputs + static_cast<size_t>(i) * ldi);
+        for (int i = 0; i < count; ++i)
+            restore(kind, cache.input(visit, slot + i), d, inputs + static_cast<size_t>(i) * ldi);
         const int ldh = 2 * head_dim_;
-        kernels->product(all, inputs, ldi, count, heads - first_key * kPanel, ldh, nullptr, Put::store, first_key, first_key + panels, scratch_[id].as<float>());
-        kernels->product(all, inputs, ldi, count, heads + head_dim_ - first_value * kPanel, ldh, nullptr, Put::store, first_value, first_value + panels,
-                         scratch_[id].as<float>());
+        kernels->product(all, inputs, ldi, count, heads - first_key * kPanel, ldh, nullptr, Put::store, first_key,
+                         first_key + panels, scratch_[id].as<float>());
+        kernels->product(all, inputs, ldi, count, heads + head_dim_ - first_value * kPanel, ldh, nullptr, Put::store,
+                         first_value, first_value + panels, scratch_[id].as<float>());
         for (int i = 0; i < count; ++i) {
             float* key = heads + static_cast<size_t>(i) * ldh;
             float* value = key + head_dim_;
@@ -188,7 +210,8 @@ void tl_model::project_inputs(const tl_cache& cache, const Window& window, const
             rotate(key, cache.position(slot + i));
             for (int k = 0; k < head_dim_; ++k) {
                 keys[(static_cast<size_t>(column) / kPanel * head_dim_ + k) * kPanel + i] = key[k];
-                values[static_cast<size_t>(k / kPanel) * window.width * kPanel + static_cast<size_t>(column + i) * kPanel + k % kPanel] = value[k];
+                values[static_cast<size_t>(k / kPanel) * window.width * kPanel +
+                       static_cast<size_t>(column + i) * kPanel + k % kPanel] = value[k];
             }
         }
     }

@@ -37,7 +37,9 @@ int cache_create(tl_model* model, const tl_cache_desc* shape, tl_cache** out, tl
     });
 }
 void cache_destroy(tl_cache* cache) { delete cache; }
-uint64_t cache_bytes(const tl_model* model, const tl_cache_desc* shape) { return tl_cache::bytes(model->desc, *shape, model->max_rows()); }
+uint64_t cache_bytes(const tl_model* model, const tl_cache_desc* shape) {
+    return tl_cache::bytes(model->desc, *shape, model->max_rows());
+}
 
 int states_create(tl_model* model, int32_t count, tl_states** out, tl_status* status) {
     return guarded(status, [&] {
@@ -47,7 +49,9 @@ int states_create(tl_model* model, int32_t count, tl_states** out, tl_status* st
 }
 void states_destroy(tl_states* states) { delete states; }
 
-uint64_t states_bytes(const tl_model* model, int32_t count) { return uint64_t(count) * tinyloop::cpu::pad16(model->desc.d_model) * 2 * sizeof(float); }
+uint64_t states_bytes(const tl_model* model, int32_t count) {
+    return uint64_t(count) * tinyloop::cpu::pad16(model->desc.d_model) * 2 * sizeof(float);
+}
 
 int cache_copy(tl_model*, tl_cache* to, const tl_cache* from, int32_t slots, int32_t loops, tl_status*) {
     to->copy_from(*from, slots, loops);
@@ -58,17 +62,18 @@ int cache_move(tl_model*, tl_cache* cache, int32_t to_slot, int32_t from_slot, t
     return TL_OK;
 }
 
-int forward(tl_model* model, tl_cache* const* caches, int32_t, tl_states* states, const tl_row* rows, int32_t n_rows, float* logits, int32_t* loops_run,
-            tl_status* status) {
+int forward(tl_model* model, tl_cache* const* caches, int32_t, tl_states* states, const tl_row* rows, int32_t n_rows,
+            float* logits, int32_t* loops_run, tl_status* status) {
     return guarded(status, [&] {
         model->forward(caches, states, rows, n_rows, logits, loops_run);
         return TL_OK;
     });
 }
 
-constexpr tl_backend kTable = {TL_BACKEND_ABI, sizeof(tl_backend), "cpu",       model_create,  model_destroy,  model_bytes, model_level,
-                               steps,          cache_create,       cache_destroy, cache_bytes, states_create,  states_destroy, states_bytes,
-                               cache_copy,     cache_move,         forward};
+constexpr tl_backend kTable = {
+    TL_BACKEND_ABI, sizeof(tl_backend), "cpu",         model_create, model_destroy, model_bytes,    model_level,
+    steps,          cache_create,       cache_destroy, cache_bytes,  states_create, states_destroy, states_bytes,
+    cache_copy,     cache_move,         forward};
 
 }  // namespace
 

@@ -9,17 +9,22 @@ using namespace tinyloop::cpu;
 
 namespace {
 
-Stored stored_kind(int mode) { return mode == TL_CACHE_H_FP16 ? Stored::fp16 : mode == TL_CACHE_H_INT8 ? Stored::int8 : Stored::int4; }
+Stored stored_kind(int mode) {
+    return mode == TL_CACHE_H_FP16 ? Stored::fp16 : mode == TL_CACHE_H_INT8 ? Stored::int8 : Stored::int4;
+}
 
 int capacity_of(const tl_cache_desc& shape, int max_rows) {
     const int ring = pad16(shape.window + max_rows), whole = pad16(shape.positions);
     return shape.window && ring < whole ? ring : whole;
 }
 
-size_t input_bytes_of(const tl_model_desc& desc, int mode) { return mode >= TL_CACHE_H_FP16 ? stored_bytes(stored_kind(mode), desc.d_model) : 0; }
+size_t input_bytes_of(const tl_model_desc& desc, int mode) {
+    return mode >= TL_CACHE_H_FP16 ? stored_bytes(stored_kind(mode), desc.d_model) : 0;
+}
 
 size_t visit_bytes_of(const tl_model_desc& desc, const tl_cache_desc& shape, int max_rows) {
-    const size_t slots = static_cast<size_t>(capacity_of(shape, max_rows)), hd = static_cast<size_t>(pad16(desc.head_dim));
+    const size_t slots = static_cast<size_t>(capacity_of(shape, max_rows)),
+                 hd = static_cast<size_t>(pad16(desc.head_dim));
     const size_t kv = static_cast<size_t>(desc.n_kv_heads);
     if (shape.mode >= TL_CACHE_H_FP16) return slots * input_bytes_of(desc, shape.mode);
     return shape.mode == TL_CACHE_INT8 ? kv * 2 * slots * (hd + sizeof(float)) : kv * 2 * slots * hd * 2;
@@ -47,7 +52,8 @@ tl_cache::tl_cache(const tl_model_desc& desc, const tl_cache_desc& shape, int ma
 uint64_t tl_cache::bytes(const tl_model_desc& desc, const tl_cache_desc& shape, int max_rows) {
     const uint64_t visits = static_cast<uint64_t>(fixed_of(desc)) + static_cast<uint64_t>(shape.loops) * desc.n_core;
     const uint64_t slots = static_cast<uint64_t>(capacity_of(shape, max_rows));
-    return visits * visit_bytes_of(desc, shape, max_rows) + (shape.mode >= TL_CACHE_H_FP16 ? slots * sizeof(int32_t) : 0);
+    return visits * visit_bytes_of(desc, shape, max_rows) +
+           (shape.mode >= TL_CACHE_H_FP16 ? slots * sizeof(int32_t) : 0);
 }
 
 char* tl_cache::keys(int visit, int kv_head) const {
@@ -64,7 +70,8 @@ void tl_cache::append_key(int visit, int kv_head, int slot, const float* key, co
     const size_t s = static_cast<size_t>(at(slot));
     const size_t offset = s / kPanel * head_dim * kPanel + s % kPanel;
     if (quantized())
-        key_scales(visit, kv_head)[s] = quantize_int8(key, head_dim, reinterpret_cast<int8_t*>(keys(visit, kv_head)) + offset, kPanel);
+        key_scales(visit, kv_head)[s] =
+            quantize_int8(key, head_dim, reinterpret_cast<int8_t*>(keys(visit, kv_head)) + offset, kPanel);
     else
         kernels.store_fp16(key, head_dim, reinterpret_cast<uint16_t*>(keys(visit, kv_head)) + offset, kPanel);
 }
@@ -95,14 +102,16 @@ void tl_cache::copy_from(const tl_cache& other, int slots, int loops) {
     const size_t count = static_cast<size_t>(held);
     for (int visit = 0; visit < visits; ++visit) {
         if (holds_inputs()) {
-            std::memcpy(data() + static_cast<size_t>(visit) * visit_bytes, other.data() + static_cast<size_t>(visit) * other.visit_bytes, count * input_bytes);
+            std::memcpy(data() + static_cast<size_t>(visit) * visit_bytes,
+                        other.data() + static_cast<size_t>(visit) * other.visit_bytes, count * input_bytes);
             continue;
         }
         const size_t size = element_bytes();
         for (int head = 0; head < n_kv_heads; ++head) {
             std::memcpy(keys(visit, head), other.keys(visit, head), count * head_dim * size);
             for (int k = 0; k < head_dim; k += kPanel)
-                std::memcpy(values(visit, head) + static_cast<size_t>(k) * capacity * size, other.values(visit, head) + static_cast<size_t>(k) * other.capacity * size,
+                std::memcpy(values(visit, head) + static_cast<size_t>(k) * capacity * size,
+                            other.values(visit, head) + static_cast<size_t>(k) * other.capacity * size,
                             count * kPanel * size);
             if (!quantized()) continue;
             std::memcpy(key_scales(visit, head), other.key_scales(visit, head), count * sizeof(float));
@@ -125,14 +134,17 @@ void tl_cache::copy_slot(int to_visit, int to_slot, int from_visit, int from_slo
         std::memcpy(input(to_visit, to_slot), input(from_visit, from_slot), input_bytes);
         return;
     }
-    const size_t size = element_bytes(), to = static_cast<size_t>(at(to_slot)), from = static_cast<size_t>(at(from_slot));
+    const size_t size = element_bytes(), to = static_cast<size_t>(at(to_slot)),
+                 from = static_cast<size_t>(at(from_slot));
     for (int head = 0; head < n_kv_heads; ++head) {
         char *to_keys = keys(to_visit, head), *from_keys = keys(from_visit, head);
         for (int k = 0; k < head_dim; ++k)
-            std::memcpy(to_keys + ((to / kPanel * head_dim + k) * kPanel + to % kPanel) * size, from_keys + ((from / kPanel * head_dim + k) * kPanel + from % kPanel) * size, size);
+            std::memcpy(to_keys + ((to / kPanel * head_dim + k) * kPanel + to % kPanel) * size,
+                        from_keys + ((from / kPanel * head_dim + k) * kPanel + from % kPanel) * size, size);
         for (int k = 0; k < head_dim; k += kPanel)
             std::memcpy(values(to_visit, head) + (static_cast<size_t>(k) * capacity + to * kPanel) * size,
-                        values(from_visit, head) + (static_cast<size_t>(k) * capacity + from * kPanel) * size, kPanel * size);
+                        values(from_visit, head) + (static_cast<size_t>(k) * capacity + from * kPanel) * size,
+                        kPanel * size);
         if (!quantized()) continue;
         key_scales(to_visit, head)[to] = key_scales(from_visit, head)[from];
         value_scales(to_visit, head)[to] = value_scales(from_visit, head)[from];
@@ -140,4 +152,6 @@ void tl_cache::copy_slot(int to_visit, int to_slot, int from_visit, int from_slo
 }
 
 tl_states::tl_states(int count, int stride_)
-    : stride(stride_), core(static_cast<size_t>(count) * stride_ * sizeof(float)), prelude(static_cast<size_t>(count) * stride_ * sizeof(float)) {}
+    : stride(stride_),
+      core(static_cast<size_t>(count) * stride_ * sizeof(float)),
+      prelude(static_cast<size_t>(count) * stride_ * sizeof(float)) {}

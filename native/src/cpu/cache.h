@@ -1,10 +1,10 @@
 // One lane's cache: what each layer visit stored of each slot. Knows the layouts; computes no attention.
 //
 // Layer visits are numbered: prelude layers, coda layers, then (loop, core layer), so that a cache of more loops starts
-// like one of fewer. Key/value modes hold, per visit and key head, keys in panels of 16 slots [slots/16][head_dim][16] and
-// values in panels of 16 dimensions [head_dim/16][slots][16]; int8 adds a scale per slot for each. The "h" modes hold the
-// layer's normed input of each slot (quantize.h) and each slot's position, for the rotary embedding when it is projected.
-// With a window the slots are a ring: slot s lives at s modulo the capacity, which is a multiple of 16.
+// like one of fewer. Key/value modes hold, per visit and key head, keys in panels of 16 slots [slots/16][head_dim][16]
+// and values in panels of 16 dimensions [head_dim/16][slots][16]; int8 adds a scale per slot for each. The "h" modes
+// hold the layer's normed input of each slot (quantize.h) and each slot's position, for the rotary embedding when it is
+// projected. With a window the slots are a ring: slot s lives at s modulo the capacity, which is a multiple of 16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,14 +25,19 @@ struct tl_cache {
     int first_seen(int slot) const { return window && slot >= window ? slot - window + 1 : 0; }
 
     char* keys(int visit, int kv_head) const;
-    char* values(int visit, int kv_head) const { return keys(visit, kv_head) + static_cast<size_t>(capacity) * head_dim * element_bytes(); }
+    char* values(int visit, int kv_head) const {
+        return keys(visit, kv_head) + static_cast<size_t>(capacity) * head_dim * element_bytes();
+    }
     float* key_scales(int visit, int kv_head) const;  // (capacity), int8 only
     float* value_scales(int visit, int kv_head) const { return key_scales(visit, kv_head) + capacity; }
-    uint8_t* input(int visit, int slot) const { return data() + visit * visit_bytes + static_cast<size_t>(at(slot)) * input_bytes; }
+    uint8_t* input(int visit, int slot) const {
+        return data() + visit * visit_bytes + static_cast<size_t>(at(slot)) * input_bytes;
+    }
     int32_t& position(int slot) const { return positions.as<int32_t>()[at(slot)]; }
 
     void append_key(int visit, int kv_head, int slot, const float* key, const tinyloop::cpu::Kernels& kernels) const;
-    void append_value(int visit, int kv_head, int slot, const float* value, const tinyloop::cpu::Kernels& kernels) const;
+    void append_value(int visit, int kv_head, int slot, const float* value,
+                      const tinyloop::cpu::Kernels& kernels) const;
     void append_input(int visit, int slot, int position, const float* x) const;
 
     void copy_from(const tl_cache& other, int slots, int loops);
@@ -40,18 +45,18 @@ struct tl_cache {
     // Gives `slot` in the visit of `to` what the visit of `from` holds there.
     void copy_visit(int to, int from, int slot) const;
 
-    const int mode;        // tl_cache_mode
+    const int mode;  // tl_cache_mode
     const int window;
-    const int capacity;    // slots, a multiple of 16
-    const int head_dim;    // padded to 16
+    const int capacity;  // slots, a multiple of 16
+    const int head_dim;  // padded to 16
     const int n_kv_heads;
     const int d_model;
     const int n_visits, fixed_visits, n_core;  // fixed: prelude and coda layers
-    const size_t input_bytes;  // of one stored input; 0 in the key/value modes
+    const size_t input_bytes;                  // of one stored input; 0 in the key/value modes
     const size_t visit_bytes;
     tinyloop::cpu::Buffer storage, positions;
 
-private:
+  private:
     size_t element_bytes() const { return quantized() ? 1 : 2; }
     uint8_t* data() const { return storage.as<uint8_t>(); }
     tinyloop::cpu::Stored stored() const;

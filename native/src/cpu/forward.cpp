@@ -12,7 +12,7 @@ using namespace tinyloop::cpu;
 
 namespace {
 
-constexpr int kHeadRows = 32;   // rows of logits computed at a time
+constexpr int kHeadRows = 32;  // rows of logits computed at a time
 
 const Kernels* level_of(const char* name) {
     const bool any = std::strcmp(name, "auto") == 0;
@@ -68,14 +68,16 @@ tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
 
 uint64_t tl_model::bytes() const {
     uint64_t total = weights_.bytes();
-    for (const Buffer* b : {&x_, &e_, &before_, &normed_, &pair_, &qkv_, &attended_, &gate_, &up_, &out_, &logits_}) total += b->bytes();
+    for (const Buffer* b : {&x_, &e_, &before_, &normed_, &pair_, &qkv_, &attended_, &gate_, &up_, &out_, &logits_})
+        total += b->bytes();
     for (const Buffer& b : scratch_) total += b.bytes();
     for (const auto* buffers : {&scores_, &projected_})
         for (const Buffer& b : *buffers) total += b.bytes();
     return total;
 }
 
-void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row* rows, int n_rows, float* logits, int32_t* loops_run) {
+void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row* rows, int n_rows, float* logits,
+                       int32_t* loops_run) {
     const StandardFloatMode mode;
     Call call{};
     call.caches = caches;
@@ -93,7 +95,8 @@ void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row*
     call.stayed.assign(static_cast<size_t>(n_rows), 1.0f);
     call.fresh = plan(call, 0, [](const tl_row& r, int) { return r.loop_begin == 0; });
     for (int step = 0; step < steps_needed; ++step)
-        call.core.push_back(plan(call, step, [step](const tl_row& r, int) { return r.loop_begin + step < r.loop_end; }));
+        call.core.push_back(
+            plan(call, step, [step](const tl_row& r, int) { return r.loop_begin + step < r.loop_end; }));
     call.coda = plan(call, 0, [](const tl_row& r, int) { return (r.flags & (TL_ROW_CODA | TL_ROW_LOGITS)) != 0; });
     call.head = plan(call, 0, [](const tl_row& r, int) { return (r.flags & TL_ROW_LOGITS) != 0; });
     reserve_attention(call);
@@ -138,7 +141,8 @@ void tl_model::work(Call& call, int id) {
     save_states(call, id);
     if (call.coda.rows.empty()) return;
     norm_in_place(call.coda, weights_.core_norm, id);
-    for (int i = 0; i < desc.n_coda; ++i) layer(call, call.coda, desc.n_prelude + desc.n_core + i, {desc.n_prelude + i, 0}, id);
+    for (int i = 0; i < desc.n_coda; ++i)
+        layer(call, call.coda, desc.n_prelude + desc.n_core + i, {desc.n_prelude + i, 0}, id);
     head(call, id);
 }
 
@@ -208,8 +212,10 @@ void tl_model::layer(const Call& call, const Plan& plan, int index, Visits visit
     const int n = static_cast<int>(plan.rows.size());
     const auto [begin, end] = share(w.w_gate.panels(), id, pool_.threads());
     float* scratch = scratch_[id].as<float>();
-    kernels->product(w.w_gate.view(), normed_.as<float>(), ldx_, n, gate_.as<float>(), ldf_, nullptr, Put::store, begin, end, scratch);
-    kernels->product(w.w_up.view(), normed_.as<float>(), ldx_, n, up_.as<float>(), ldf_, nullptr, Put::store, begin, end, scratch);
+    kernels->product(w.w_gate.view(), normed_.as<float>(), ldx_, n, gate_.as<float>(), ldf_, nullptr, Put::store, begin,
+                     end, scratch);
+    kernels->product(w.w_up.view(), normed_.as<float>(), ldx_, n, up_.as<float>(), ldf_, nullptr, Put::store, begin,
+                     end, scratch);
     for (int m = 0; m < n && begin < end; ++m) {
         const size_t at = static_cast<size_t>(m) * ldf_ + begin * kPanel;
         kernels->swiglu(gate_.as<float>() + at, up_.as<float>() + at, (end - begin) * kPanel);
@@ -241,7 +247,8 @@ void tl_model::project(const Matrix& w, const float* a, int lda, const Plan& pla
     if (begin < end) {
         float* scratch = scratch_[id].as<float>();
         if (to_x)
-            kernels->product(w.view(), a, lda, n, x_.as<float>(), ldx_, plan.rows.data(), Put::add, begin, end, scratch);
+            kernels->product(w.view(), a, lda, n, x_.as<float>(), ldx_, plan.rows.data(), Put::add, begin, end,
+                             scratch);
         else
             kernels->product(w.view(), a, lda, n, c, ldc, nullptr, Put::store, begin, end, scratch);
     }
@@ -291,7 +298,8 @@ void tl_model::position_and_append(const Call& call, const Plan& plan, const Lay
         const bool is_query = part < heads, is_value = part >= heads + kv;
         const int number = is_query ? part : is_value ? part - heads - kv : part - heads;
         if (!is_query && cache.holds_inputs()) {  // keys and values come from the stored input, for this row too
-            if (part == heads) cache.append_input(visit, row.slot, row.position, normed_.as<float>() + static_cast<size_t>(m) * ldx_);
+            if (part == heads)
+                cache.append_input(visit, row.slot, row.position, normed_.as<float>() + static_cast<size_t>(m) * ldx_);
             continue;
         }
         const Vector& bias = is_query ? w.q_bias : is_value ? w.v_bias : w.k_bias;
@@ -348,12 +356,14 @@ void tl_model::leave_early(Call& call, size_t step, int id) {
         const int first = desc.n_prelude + desc.n_coda;
         for (int later = loop + 1; later < row.loop_end; ++later)
             for (int l = 0; l < desc.n_core; ++l)
-                call.caches[row.cache]->copy_visit(first + later * desc.n_core + l, first + loop * desc.n_core + l, row.slot);
+                call.caches[row.cache]->copy_visit(first + later * desc.n_core + l, first + loop * desc.n_core + l,
+                                                   row.slot);
     }
     pool_.barrier();
     if (id == 0 && step + 1 < call.core.size()) {
         const int next = static_cast<int>(step) + 1;
-        call.core[step + 1] = this->plan(call, next, [&](const tl_row& r, int i) { return !call.left[i] && r.loop_begin + next < r.loop_end; });
+        call.core[step + 1] = this->plan(
+            call, next, [&](const tl_row& r, int i) { return !call.left[i] && r.loop_begin + next < r.loop_end; });
     }
     pool_.barrier();
 }
@@ -365,8 +375,10 @@ void tl_model::save_states(const Call& call, int id) {
     for (int i = begin; i < end; ++i) {
         const int state = call.rows[i].state;
         if (state < 0 || call.rows[i].flags & TL_ROW_KEEP_STATE) continue;
-        std::memcpy(call.states->core.as<float>() + static_cast<size_t>(state) * ldx_, x_.as<float>() + static_cast<size_t>(i) * ldx_, sizeof(float) * ldx_);
-        std::memcpy(call.states->prelude.as<float>() + static_cast<size_t>(state) * ldx_, e_.as<float>() + static_cast<size_t>(i) * ldx_, sizeof(float) * ldx_);
+        std::memcpy(call.states->core.as<float>() + static_cast<size_t>(state) * ldx_,
+                    x_.as<float>() + static_cast<size_t>(i) * ldx_, sizeof(float) * ldx_);
+        std::memcpy(call.states->prelude.as<float>() + static_cast<size_t>(state) * ldx_,
+                    e_.as<float>() + static_cast<size_t>(i) * ldx_, sizeof(float) * ldx_);
     }
     pool_.barrier();
 }
@@ -387,7 +399,9 @@ void tl_model::head(const Call& call, int id) {
         }
         pool_.barrier();
         const auto [p0, p1] = share(matrix.panels(), id, pool_.threads());
-        if (p0 < p1) kernels->product(matrix.view(), normed_.as<float>(), ldx_, n, logits_.as<float>(), ldl, nullptr, Put::store, p0, p1, scratch_[id].as<float>());
+        if (p0 < p1)
+            kernels->product(matrix.view(), normed_.as<float>(), ldx_, n, logits_.as<float>(), ldl, nullptr, Put::store,
+                             p0, p1, scratch_[id].as<float>());
         pool_.barrier();
         for (int m = begin; m < end; ++m) {
             const float* from = logits_.as<float>() + static_cast<size_t>(m) * ldl;

@@ -29,7 +29,8 @@ inline Share share(int count, int id, int threads) {
 struct tl_model {
     tl_model(const tl_model_desc& desc, const tl_options& options);
 
-    void forward(tl_cache* const* caches, tl_states* states, const tl_row* rows, int n_rows, float* logits, int32_t* loops_run);
+    void forward(tl_cache* const* caches, tl_states* states, const tl_row* rows, int n_rows, float* logits,
+                 int32_t* loops_run);
     uint64_t bytes() const;
     int max_rows() const { return max_rows_; }
 
@@ -41,7 +42,7 @@ struct tl_model {
     struct Group {  // consecutive rows of one plan with the same cache and loop: they read the same keys
         int begin, count;
     };
-    struct Plan {  // the rows that run a stack of layers together
+    struct Plan {                    // the rows that run a stack of layers together
         std::vector<int32_t> rows;   // row numbers of the call
         std::vector<int32_t> loops;  // per row: the core iteration, 0 elsewhere
         std::vector<Group> groups;
@@ -59,7 +60,7 @@ struct tl_model {
         Plan fresh;              // start at the embedding
         std::vector<Plan> core;  // per step
         Plan coda, head;
-        bool adaptive = false;   // some row may stop looping early
+        bool adaptive = false;           // some row may stop looping early
         std::vector<int32_t> loops_run;  // per row
         std::vector<uint8_t> left;       // per row: has stopped looping early
         std::vector<float> stayed;       // per row: the exit gate's probability of not having stopped yet
@@ -72,7 +73,8 @@ struct tl_model {
     void begin_core(const Call& call, int id);
     void inject(const Plan& plan, int id);
     void layer(const Call& call, const Plan& plan, int index, Visits visits, int id);
-    void position_and_append(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, Visits visits, int id);
+    void position_and_append(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, Visits visits,
+                             int id);
     void residual(const Plan& plan, const tinyloop::cpu::Vector& post_norm, int id);
     void normed_input(const Plan& plan, const tinyloop::cpu::Vector& norm, int id);
     void project(const tinyloop::cpu::Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc,
@@ -87,9 +89,12 @@ struct tl_model {
     // attention.cpp
     struct Window;
     void attention(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, Visits visits, int id);
-    void attend(const Call& call, const Plan& plan, const Group& group, const tinyloop::cpu::LayerWeights& w, int visit, int kv_head, int id);
-    void project_inputs(const tl_cache& cache, const Window& window, const tinyloop::cpu::LayerWeights& w, int visit, int kv_head, int id);
-    float soften(const tl_cache& cache, const Window& window, const tl_row& row, int visit, int kv_head, float* scores) const;
+    void attend(const Call& call, const Plan& plan, const Group& group, const tinyloop::cpu::LayerWeights& w, int visit,
+                int kv_head, int id);
+    void project_inputs(const tl_cache& cache, const Window& window, const tinyloop::cpu::LayerWeights& w, int visit,
+                        int kv_head, int id);
+    float soften(const tl_cache& cache, const Window& window, const tl_row& row, int visit, int kv_head,
+                 float* scores) const;
     void rotate(float* head, int position) const;
     void reserve_attention(const Call& call);
 
@@ -97,9 +102,11 @@ struct tl_model {
     tinyloop::cpu::Weights weights_;
     const int max_rows_;
     const int ldx_, head_dim_, ldq_, lda_, ldf_;  // row strides, padded to 16; head_dim_ padded too
-    tinyloop::cpu::Buffer x_, e_, before_, normed_, pair_, qkv_, attended_, gate_, up_, out_, logits_;  // (max_rows, stride)
-    std::vector<float> angles_;                     // (positions so far, head_dim / 2) pairs of cos, sin
-    std::vector<tinyloop::cpu::Buffer> scratch_;    // per thread, for products
-    std::vector<tinyloop::cpu::Buffer> scores_;     // per thread, (kScoreRows, longest cache)
-    std::vector<tinyloop::cpu::Buffer> projected_;  // per thread, keys and values of one head, for caches that hold inputs
+    tinyloop::cpu::Buffer x_, e_, before_, normed_, pair_, qkv_, attended_, gate_, up_, out_,
+        logits_;                                  // (max_rows, stride)
+    std::vector<float> angles_;                   // (positions so far, head_dim / 2) pairs of cos, sin
+    std::vector<tinyloop::cpu::Buffer> scratch_;  // per thread, for products
+    std::vector<tinyloop::cpu::Buffer> scores_;   // per thread, (kScoreRows, longest cache)
+    std::vector<tinyloop::cpu::Buffer>
+        projected_;  // per thread, keys and values of one head, for caches that hold inputs
 };

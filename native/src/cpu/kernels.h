@@ -21,10 +21,10 @@ inline constexpr int kInt8 = 3;  // beside tl_dtype: what an int8 cache holds
 enum class Put { store, add, go_on };  // c = sum; c += sum; c is where the sum starts
 
 struct Panels {
-    const void* data;      // first panel
-    int dtype;             // tl_dtype or kInt8
-    int inputs;            // k: how many of the stored inputs are used
-    size_t panel_elements; // distance between panels, in elements
+    const void* data;       // first panel
+    int dtype;              // tl_dtype or kInt8
+    int inputs;             // k: how many of the stored inputs are used
+    size_t panel_elements;  // distance between panels, in elements
 };
 
 struct Kernels {
@@ -32,8 +32,8 @@ struct Kernels {
 
     // c[row(m)][panel * 16 + j] = sum_k a[m][k] * w[panel][k][j] (see Put), for m < n_rows, panels begin..end.
     // a: (n_rows, lda); c: rows at stride ldc, row(m) = rows ? rows[m] : m. scratch: 16 * (n_rows + 256) floats.
-    void (*product)(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, Put put,
-                    int panel_begin, int panel_end, float* scratch);
+    void (*product)(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows,
+                    Put put, int panel_begin, int panel_end, float* scratch);
 
     // y = x / sqrt(mean(x^2) + eps) * weight; n true elements, x and y padded with zeros to 16.
     void (*rmsnorm)(const float* x, const float* weight, float eps, int n, float* y);
@@ -41,7 +41,8 @@ struct Kernels {
     void (*add)(const float* x, int n, float* y);
     // gate = silu(gate) * up
     void (*swiglu)(float* gate, const float* up, int n);
-    // Softmax numerators of scores[begin..n) * scale in place; the others of scores[0..padded) become 0. Returns the sum.
+    // Softmax numerators of scores[begin..n) * scale in place; the others of scores[0..padded) become 0. Returns the
+    // sum.
     float (*softmax)(float* scores, int begin, int n, int padded, float scale);
     float (*dot)(const float* a, const float* b, int n);
     void (*scale)(float* x, int n, float factor);

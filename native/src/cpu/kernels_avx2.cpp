@@ -26,7 +26,8 @@ struct V {
         if constexpr (kDtype == TL_F32) return load(reinterpret_cast<const float*>(from));
         if constexpr (kDtype == kInt8) {
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-            return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+            return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+                    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
         }
         const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
         const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + 1);

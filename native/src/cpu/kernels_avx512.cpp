@@ -24,7 +24,8 @@ struct V {
     template <int kDtype>
     static V load_as(const char* from) {
         if constexpr (kDtype == TL_F32) return load(reinterpret_cast<const float*>(from));
-        if constexpr (kDtype == kInt8) return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
+        if constexpr (kDtype == kInt8)
+            return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
         if constexpr (kDtype == TL_F16) return {_mm512_cvtph_ps(raw)};
         return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};

@@ -126,14 +126,21 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
     }
 }
 
-void product(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, Put put, int begin,
-             int end, float* scratch) {
+void product(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, Put put,
+             int begin, int end, float* scratch) {
     const Out out{c, ldc, rows, put};
     switch (w.dtype) {
-        case TL_F16: product_as<TL_F16>(w, a, lda, n_rows, out, begin, end, scratch); break;
-        case kInt8: product_as<kInt8>(w, a, lda, n_rows, out, begin, end, scratch); break;
-        case TL_BF16: product_as<TL_BF16>(w, a, lda, n_rows, out, begin, end, scratch); break;
-        default: product_as<TL_F32>(w, a, lda, n_rows, out, begin, end, scratch);
+        case TL_F16:
+            product_as<TL_F16>(w, a, lda, n_rows, out, begin, end, scratch);
+            break;
+        case kInt8:
+            product_as<kInt8>(w, a, lda, n_rows, out, begin, end, scratch);
+            break;
+        case TL_BF16:
+            product_as<TL_BF16>(w, a, lda, n_rows, out, begin, end, scratch);
+            break;
+        default:
+            product_as<TL_F32>(w, a, lda, n_rows, out, begin, end, scratch);
     }
 }
 
@@ -196,7 +203,7 @@ void swiglu(float* gate, const float* up, int n) {
 float softmax(float* scores, int begin, int n, int padded, float factor) {
     const V by = V::set1(factor);
     const int first = begin / kPanel * kPanel, last = (n + kPanel - 1) / kPanel * kPanel;  // the panels that count
-    for (int i = first; i < begin; ++i) scores[i] = scores[begin];  // neutral for the maximum
+    for (int i = first; i < begin; ++i) scores[i] = scores[begin];                         // neutral for the maximum
     for (int i = n; i < last; ++i) scores[i] = scores[begin];
     V top = V::load(scores + first) * by;
     for (int i = first + kPanel; i < last; i += kPanel) top = max(top, V::load(scores + i) * by);
