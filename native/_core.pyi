@@ -84,12 +84,19 @@ class GenerateConfig:
 class SpeculativeConfig:
     """Drafting with few loops, verified with many.
 
-    verify_loops: 0 = the request's loops. draft_ahead: tokens drafted before each verification, 1 to 32.
-    branches: of the draft tree at its first token (`generate_tree_speculative` only).
+    verify_loops: 0 = the request's loops. draft_ahead: rows of each verification, 1 to 32: the last token and
+    up to draft_ahead - 1 drafts. draft_margin: drafting stops where the draft's best logit leads the next by
+    less. branches: of the draft tree at its first token (`generate_tree_speculative` only).
     """
 
     def __init__(
-        self, *, draft_loops: int = 2, verify_loops: int = 0, draft_ahead: int = 4, branches: int = 2
+        self,
+        *,
+        draft_loops: int = 2,
+        verify_loops: int = 0,
+        draft_ahead: int = 4,
+        draft_margin: float = 0.0,
+        branches: int = 2,
     ) -> None: ...
     @property
     def draft_loops(self) -> int: ...
@@ -97,6 +104,8 @@ class SpeculativeConfig:
     def verify_loops(self) -> int: ...
     @property
     def draft_ahead(self) -> int: ...
+    @property
+    def draft_margin(self) -> float: ...
     @property
     def branches(self) -> int: ...
 

@@ -152,9 +152,9 @@ GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, do
 }
 
 SpeculativeConfig make_speculative(const py::int_& draft_loops, const py::int_& verify_loops,
-                                   const py::int_& draft_ahead, const py::int_& branches) {
+                                   const py::int_& draft_ahead, double draft_margin, const py::int_& branches) {
     return {narrow<int>("draft_loops", draft_loops), narrow<int>("verify_loops", verify_loops),
-            narrow<int>("draft_ahead", draft_ahead), narrow<int>("branches", branches)};
+            narrow<int>("draft_ahead", draft_ahead), draft_margin, narrow<int>("branches", branches)};
 }
 
 py::dict stats_dict(const GenerateStats& s) {
@@ -393,10 +393,11 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<SpeculativeConfig>(m, "SpeculativeConfig")
         .def(py::init(&make_speculative), py::kw_only(), "draft_loops"_a = 2, "verify_loops"_a = 0, "draft_ahead"_a = 4,
-             "branches"_a = 2)
+             "draft_margin"_a = 0.0, "branches"_a = 2)
         .def_readonly("draft_loops", &SpeculativeConfig::draft_loops)
         .def_readonly("verify_loops", &SpeculativeConfig::verify_loops)
         .def_readonly("draft_ahead", &SpeculativeConfig::draft_ahead)
+        .def_readonly("draft_margin", &SpeculativeConfig::draft_margin)
         .def_readonly("branches", &SpeculativeConfig::branches);
 
     py::class_<GenerateStats>(m, "GenerateStats")

@@ -109,6 +109,7 @@ class Speculation {
                 const int leaf = leaves[i];
                 float* row_logits = logits.data() + i * vocab_;
                 for (int branch = 0; branch < (level == 0 ? branches_ : 1); ++branch) {
+                    if (config_.draft_margin > 0 && margin(row_logits) < config_.draft_margin) break;
                     const int32_t token = guess(nodes, leaf, base, row_logits);
                     if (token < 0) break;
                     grown.push_back(static_cast<int>(nodes.size()));
@@ -117,8 +118,19 @@ class Speculation {
                     row_logits[token] = -3e38f;  // the next branch is another token
                 }
             }
+            if (grown.empty()) return;
             leaves = std::move(grown);
         }
+    }
+
+    // How far the best logit leads the next.
+    float margin(const float* logits) const {
+        float best = -3e38f, next = -3e38f;
+        for (size_t i = 0; i < vocab_; ++i) {
+            next = std::max(next, std::min(best, logits[i]));
+            best = std::max(best, logits[i]);
+        }
+        return best - next;
     }
 
     // What the sampler would say after the node's path.
@@ -157,6 +169,8 @@ Generation speculate(Model* model, const int32_t* prompt, size_t prompt_len, con
         };
         range("draft_loops", used.draft_loops, 1, used.verify_loops);
         range("draft_ahead", used.draft_ahead, 1, std::min(32, model->options().prefill_chunk));
+        if (!(used.draft_margin >= 0))
+            refuse(ErrorKind::config, "draft_margin", std::to_string(used.draft_margin), "0 (off) or more");
         if (tree) range("branches", used.branches, 1, std::min(8, 63 / used.draft_ahead));
         if (tree) range("draft_ahead", 1 + (used.draft_ahead - 1) * used.branches, 1, model->options().prefill_chunk);
     });

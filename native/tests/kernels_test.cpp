@@ -79,7 +79,7 @@ void test_product() {
                     if (dtype == TL_BF16) plain[i] = bfloat_to_float(packed[i]);
                     if (dtype == kInt8) plain[i] = bytes[i];
                 }
-                const void* data = dtype == TL_F32 ? static_cast<const void*>(plain.data())
+                const void* data = dtype == TL_F32  ? static_cast<const void*>(plain.data())
                                    : dtype == kInt8 ? static_cast<const void*>(bytes.data())
                                                     : packed.data();
                 const Panels w{data, dtype, inputs, static_cast<size_t>(inputs) * kPanel};
@@ -186,7 +186,8 @@ void test_softmax() {
             for (int i = begin; i < n; ++i) late_top = std::max(late_top, double(scores[i]) * 20);
             for (int i = begin; i < n; ++i) late_total += std::exp(double(scores[i]) * 20 - late_top);
             for (int i = 0; i < padded; ++i) {
-                const double wanted = i < begin || i >= n ? 0 : std::exp(double(scores[i]) * 20 - late_top) / late_total;
+                const double wanted =
+                    i < begin || i >= n ? 0 : std::exp(double(scores[i]) * 20 - late_top) / late_total;
                 if (std::fabs(late[i] / late_sum - wanted) > 2e-6) CHECK(!"a window's weights");
             }
         }

@@ -24,14 +24,11 @@ from tinyloop_serve.native import Model, artifact, demo_model_path
 
 MODES = ("fp16", "int8", "h_fp16", "h_int8", "int4")
 TEXT = (
-    "In the beginning God created the heaven and the earth. And the earth was without form, and void; and
-    darkness was " "upon the face of the deep. And the Spirit of God moved upon the face of the waters. And
-    God said, Let
-    there be light: " "and there was light. The definition of river (noun) is: a large natural stream of
-    water. The definition
-    of gentle " "(adjective) is: soft and mild; not harsh or stern or severe. And he said unto them, Go ye
-    into all the
-    world."
+    "In the beginning God created the heaven and the earth. And the earth was without form, and void; and "
+    "darkness was upon the face of the deep. And the Spirit of God moved upon the face of the waters. And "
+    "God said, Let there be light: and there was light. The definition of river (noun) is: a large natural "
+    "stream of water. The definition of gentle (adjective) is: soft and mild; not harsh or stern or severe. "
+    "And he said unto them, Go ye into all the world."
 )
 
 
@@ -94,10 +91,8 @@ def main() -> None:
     for name, result in report.items():
         print(f"{name}: {result['tokens']} tokens at {result['loops']} loops")
         for mode, row in result["modes"].items():
-            print(
-                f"  {mode:8} {row['bytes_per_token']:7} B/token  error {row['logit_error']:.4f}  greedy
-                {row['greedy_agreement']:.3f}"
-            )
+            error, agreement = row["logit_error"], row["greedy_agreement"]
+            print(f"  {mode:8} {row['bytes_per_token']:7} B/token  error {error:.4f}  greedy {agreement:.3f}")
     print(json.dumps(report))
 
 

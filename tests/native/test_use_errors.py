@@ -161,9 +161,9 @@ def test_a_locked_model_may_be_shared(path: Path) -> None:
 
 
 def test_calibration_measures_speed_and_acceptance(model: Model) -> None:
-    found = calibrate_speculation(
-        model, [PROMPT, [9, 8, 7]], SpeculativeConfig(draft_loops=2, draft_ahead=3), max_tokens=12
-    )
+    candidates = [SpeculativeConfig(draft_loops=n, draft_ahead=3) for n in (1, 2)]
+    found = calibrate_speculation(model, [PROMPT, [9, 8, 7]], candidates, max_tokens=12)
+    assert found.best in candidates
     assert found.speedup > 0 and 0 <= found.acceptance <= 1 and found.prompts == 2
     assert found.worthwhile == (found.speedup > 1.3)
     with pytest.raises(ValueError, match="prompts"):

@@ -93,9 +93,10 @@ struct GenerateConfig {
 
 struct SpeculativeConfig {
     int draft_loops = 2;
-    int verify_loops = 0;  // 0 = the request's loops
-    int draft_ahead = 4;   // tokens drafted before each verification
-    int branches = 2;      // tree only: candidates for the first drafted token
+    int verify_loops = 0;     // 0 = the request's loops
+    int draft_ahead = 4;      // rows of each verification: the last token and up to draft_ahead - 1 drafts
+    double draft_margin = 0;  // drafting stops where the draft's best logit leads the next by less; 0 = never
+    int branches = 2;         // tree only: candidates for the first drafted token
 };
 
 struct GenerateStats {
