@@ -101,11 +101,11 @@ def speculation(model: Model, repeats: int) -> dict[str, Any]:
     verify = (loops - best.draft_loops) * c["n_core"] + c["n_coda"] + head
     ceiling = visits * counts[2] / rounds / (draft + verify)
     print(
-        f"speculation: draft_loops {best.draft_loops}, draft_ahead {best.draft_ahead}, margin
-        {best.draft_margin}; " f"accepted {counts[1]} of {counts[0]}; {counts[2] / rounds:.2f} tokens a
-        round\n"
-        f"  ceiling if more rows cost nothing: {visits:.1f} visits a token plain; a round is {draft:.1f}
-        drafting " f"+ {verify:.1f} verifying: {ceiling:.2f}"
+        f"speculation: draft_loops {best.draft_loops}, draft_ahead {best.draft_ahead},"
+        f" margin {best.draft_margin}; accepted {counts[1]} of {counts[0]} drafts;"
+        f" {counts[2] / rounds:.2f} tokens a round\n"
+        f"  ceiling if more rows cost nothing: plain {visits:.1f} layer visits a token; a round {draft:.1f}"
+        f" drafting + {verify:.1f} verifying: {ceiling:.2f}"
     )
     return {
         "speculative_speedup": round(ms["plain"] / ms["speculative"], 3),
