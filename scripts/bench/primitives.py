@@ -122,8 +122,8 @@ def warm_start(model: Model, upgrades: tuple[int, ...], tokens: int, repeats: in
     cases: dict[str, Callable[[], float]] = {}
     for loops in upgrades:
         config = GenerateConfig(loops=loops, max_tokens=16, ignore_eos=True)
-        cases[f"cold{loops}"] = lambda c=config: total_ms(model.generate(prompt, c).stats)  # type: ignore[misc]
-        cases[f"warm{loops}"] = lambda c=config, n=loops: total_ms(model.resume_generate(handle, n, c).stats)  # type: ignore[misc]
+        cases[f"cold{loops}"] = lambda c=config: total_ms(model.generate(prompt, c).stats)
+        cases[f"warm{loops}"] = lambda c=config, n=loops: total_ms(model.resume_generate(handle, n, c).stats)
     ms = medians(cases, repeats)
     return {loops: 1 - ms[f"warm{loops}"] / ms[f"cold{loops}"] for loops in upgrades}
 
@@ -165,16 +165,18 @@ def random_407m(folder: Path) -> Path:
         if len(shape) == 1:
             tensors[name] = np.ones(shape, np.float16)
         else:
-            tensors[name] = (rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5 /
-            4).astype(np.float16)
+            tensors[name] = (rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5 / 4).astype(
+                np.float16
+            )
     artifact.write(folder / "random.tinyloop", config, tensors)
     return folder / "random.tinyloop"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter) parser.add_argument("--model", type=Path,
-    default=demo_model_path())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=demo_model_path())
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-407m", action="store_true", help="leave the big random model out")
@@ -185,8 +187,10 @@ def main() -> None:
         report |= {"warm_start_saved": round(saved[8], 3), "warm_start_saved_4_16": round(saved[16], 3)}
         report |= pool(model, options.repeats)
     if not options.no_407m:
-        with tempfile.TemporaryDirectory() as folder, Model(random_407m(Path(folder)),
-        threads=options.threads) as model:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Model(random_407m(Path(folder)), threads=options.threads) as model,
+        ):
             print(f"407M: {model.parameters} parameters", file=sys.stderr)
             report["warm_start_saved_407m"] = round(warm_start(model, (8,), 512, 2)[8], 3)
     for name, value in report.items():
