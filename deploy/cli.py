@@ -81,10 +81,19 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH")
     inspect.add_argument("--json", action="store_true")
 
-    convert = commands.add_parser("convert", help="make a .tinyloop artifact from a GGUF file")
+    convert = commands.add_parser(
+        "convert", help="make a .tinyloop artifact from a GGUF file or a Hugging Face folder"
+    )
     convert.add_argument("source", metavar="SOURCE")
     convert.add_argument("target", metavar="TARGET")
     convert.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16", help="of the weights")
+    convert.add_argument(
+        "--max-loops",
+        type=_positive,
+        metavar="N",
+        help="that a request may ask for (default: twice the model's)",
+    )
+    convert.add_argument("--no-beta", action="store_true", help="do not measure the gain of the core")
     for command in commands.choices.values():
         command.allow_abbrev = False
     return parser
@@ -197,7 +206,7 @@ def _inspect(flags: argparse.Namespace) -> int:
 def _convert(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy import report
 
-    return report.convert(flags.source, flags.target, flags.dtype)
+    return report.convert(flags.source, flags.target, flags.dtype, flags.max_loops, not flags.no_beta)
 
 
 _COMMANDS = {

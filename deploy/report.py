@@ -79,9 +79,9 @@ def inspect(path: str, *, as_json: bool) -> int:
     return 0
 
 
-def convert(source: str, target: str, dtype: str) -> int:
+def convert(source: str, target: str, dtype: str, max_loops: int | None, measure_beta: bool) -> int:
     from tinyloop_serve.native import inspect_artifact
-    from tinyloop_serve.native.importers.gguf import convert_gguf
+    from tinyloop_serve.native.importers import convert as importers
 
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
@@ -89,7 +89,7 @@ def convert(source: str, target: str, dtype: str) -> int:
                 f"\r{done} of {total} tensors", end="" if done < total else "\n", file=sys.stderr, flush=True
             )
 
-    convert_gguf(source, target, dtype, progress)
+    importers.convert(source, target, dtype, progress, max_loops=max_loops, measure_beta=measure_beta)
     print(next(iter(describe_artifact(target, inspect_artifact(target)))))
     return 0
 

@@ -1,1 +1,5 @@
-"""Importers turn other formats into `.tinyloop` artifacts, one file per format; none is needed to serve."""
+"""Importers turn other formats into `.tinyloop` artifacts; none is needed to serve. Start at `convert`.
+
+convert -> gguf (byte_bpe)
+        -> huggingface -> shards (safetensors), plan, the families (llama, ouro, huginn, nanbeige), text, beta
+"""

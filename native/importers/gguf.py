@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyloop_serve.native import artifact
-from tinyloop_serve.native.artifact import BF16, Tensor, refusal
+from tinyloop_serve.native.artifact import Tensor, refusal
 from tinyloop_serve.native.errors import TinyLoopError
 from tinyloop_serve.native.importers import byte_bpe
+from tinyloop_serve.native.importers.dtypes import Progress, check_dtype, to_dtype
 
-Progress = Callable[[int, int], object]  # (tensors done, tensors in all)
-
-DTYPES: dict[str, Callable[[npt.NDArray[np.float32]], Tensor]] = {
-    "fp16": lambda values: values.astype(np.float16),
-    "bf16": BF16.from_float32,
-    "fp32": lambda values: values,
-}
 MODEL_TENSORS = {"token_embd.weight": "embed.weight", "output_norm.weight": "final_norm.weight"}
 OPTIONAL_TENSORS = {"output.weight": "head.weight"}
 LAYER_TENSORS = {
@@ -62,8 +56,7 @@ def convert_gguf(
     `dtype` ("fp16", "bf16" or "fp32") is that of the matrices; vectors (norms, biases) stay fp32. Raises
     ArtifactError naming the GGUF key or tensor that is not supported; nothing is written then.
     """
-    if dtype not in DTYPES:
-        raise refusal("dtype", dtype, " | ".join(DTYPES))
+    check_dtype(dtype)
     reader = _open(source)
     keys = Keys(reader.fields)
     stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -243,12 +236,7 @@ def _tensor(name: str, tensor: Any, config: Mapping[str, Any], dtype: str) -> Te
     part = name.rsplit(".", 2)[-2] if name.endswith(".weight") else name.rsplit(".", 1)[-1]
     if part in ("wq", "q_bias", "wk", "k_bias"):
         values = _half_split(values, config["head_dim"], tensor.name)
-    if values.ndim == 1:
-        return values
-    largest = float(np.abs(values).max(initial=0.0))
-    if dtype == "fp16" and largest > float(np.finfo(np.float16).max):
-        raise refusal(tensor.name, largest, "numbers up to 65504 in fp16: use dtype bf16 or fp32")
-    return DTYPES[dtype](values)
+    return to_dtype(tensor.name, values, dtype)
 
 
 def _half_split(rows: npt.NDArray[np.float32], head_dim: int, name: str) -> npt.NDArray[np.float32]:

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "tinyloop/engine.h"
@@ -115,15 +116,16 @@ Grammar grammar_of(const py::object& grammar) {
     if (grammar.is_none()) return {};
     if (!py::hasattr(grammar, "start") || !py::hasattr(grammar, "vocab_size"))
         refuse(ErrorKind::config, "grammar", py::repr(grammar), "a Grammar or None");
-    const size_t words = (grammar.attr("vocab_size").cast<size_t>() + 31) / 32;
+    const int vocab_size = narrow<int>("grammar.vocab_size", py::cast<py::int_>(grammar.attr("vocab_size")));
+    const size_t words = (static_cast<size_t>(std::max(vocab_size, 0)) + 31) / 32;
     std::shared_ptr<py::object> shared(new py::object(grammar), [](py::object* object) {
         py::gil_scoped_acquire held;
         delete object;
     });
-    return [shared, words]() -> std::unique_ptr<GrammarState> {
-        py::gil_scoped_acquire held;
-        return std::make_unique<PyGrammarState>(shared->attr("start")(), words);
-    };
+    return {vocab_size, [shared, words]() -> std::unique_ptr<GrammarState> {
+                py::gil_scoped_acquire held;
+                return std::make_unique<PyGrammarState>(shared->attr("start")(), words);
+            }};
 }
 
 GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, double temperature, const py::int_& top_k,

@@ -2,6 +2,7 @@
 
 #include <charconv>
 #include <unordered_set>
+#include <utility>
 
 #include "tinyloop/errors.h"
 
@@ -91,7 +92,7 @@ class Reader {
             if (!seen.insert(key).second) fail("duplicate key " + key.substr(0, 60));
             skip_space();
             expect(":");
-            value.members.emplace_back(std::move(key), read(depth + 1));
+            value.members.push_back({std::move(key), read(depth + 1)});
             skip_space();
             if (peek() == '}') break;
             expect(",");

@@ -4,10 +4,11 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 namespace tinyloop {
+
+struct JsonMember;
 
 struct Json {
     enum class Kind { null, boolean, number, string, array, object };
@@ -18,10 +19,15 @@ struct Json {
     int64_t integer = 0;
     double number = 0;
     std::string string;
-    std::vector<Json> items;                            // array
-    std::vector<std::pair<std::string, Json>> members;  // object, in file order
+    std::vector<Json> items;          // array
+    std::vector<JsonMember> members;  // object, in file order
 
     const Json* find(std::string_view key) const;  // nullptr when absent or not an object
+};
+
+struct JsonMember {
+    std::string name;
+    Json value;
 };
 
 // Throws Error(artifact) whose field is `field` and which says where and why.

@@ -65,6 +65,10 @@ void check_request(const Model& model, const std::vector<int32_t>& prompt, const
     for (size_t i = 0; i < c.stop_sequences.size(); ++i)
         check_tokens(model, c.stop_sequences[i], "stop_sequences[" + std::to_string(i) + "]");
     check_modes(c, column);
+    const int vocab = model.config().vocab_size;
+    if (c.grammar && c.grammar.vocab_size != vocab)
+        refuse(ErrorKind::config, "grammar", "vocab_size " + std::to_string(c.grammar.vocab_size),
+               "a grammar compiled for vocab_size " + std::to_string(vocab) + ", the model's");
     if (c.beam_size > 1) {
         if (c.temperature > 0)
             refuse(ErrorKind::mode, "temperature", std::to_string(c.temperature),
@@ -83,7 +87,7 @@ Lane::Lane(const Model& model_, const std::vector<int32_t>& prompt_, const Gener
     out.stats.prompt_tokens = prompt_length();
     out.stats.loops = loops;
     if (config.grammar) {
-        grammar_ = config.grammar();
+        grammar_ = config.grammar.start();
         allowed_.resize((static_cast<size_t>(model.config().vocab_size) + 31) / 32);
     }
 }
@@ -118,17 +122,19 @@ void Lane::advance(float* logits) {
         take(sampler.sample(logits, length()));
         return;
     }
-    const Clock::time_point start = Clock::now();
+    Clock::time_point start = Clock::now();
     std::fill(allowed_.begin(), allowed_.end(), 0);
     grammar_->allowed(allowed_.data());
+    out.stats.grammar_ms += ms_since(start);
     const int32_t token = sampler.sample(logits, length(), allowed_.data());
     if (token < 0) {  // no token may follow, not even an end
         out.stats.stop_reason = "grammar";
         return;
     }
-    grammar_->accept(token);
     take(token);
-    if (!stopped() && grammar_->finished()) out.stats.stop_reason = "grammar";
+    start = Clock::now();
+    grammar_->accept(token);
+    if (out.stats.stop_reason != "eos" && grammar_->finished()) out.stats.stop_reason = "grammar";
     out.stats.grammar_ms += ms_since(start);
 }
 

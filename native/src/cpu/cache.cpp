@@ -14,8 +14,9 @@ Stored stored_kind(int mode) {
 }
 
 int capacity_of(const tl_cache_desc& shape, int max_rows) {
-    const int ring = pad16(shape.window + max_rows), whole = pad16(shape.positions);
-    return shape.window && ring < whole ? ring : whole;
+    const int64_t ring = (static_cast<int64_t>(shape.window) + max_rows + 15) & ~int64_t{15};
+    const int whole = pad16(shape.positions);
+    return shape.window && ring < whole ? static_cast<int>(ring) : whole;
 }
 
 size_t input_bytes_of(const tl_model_desc& desc, int mode) {
@@ -46,14 +47,16 @@ tl_cache::tl_cache(const tl_model_desc& desc, const tl_cache_desc& shape, int ma
       n_core(desc.n_core),
       input_bytes(input_bytes_of(desc, shape.mode)),
       visit_bytes(visit_bytes_of(desc, shape, max_rows)),
-      storage(visit_bytes * static_cast<size_t>(n_visits)),
+      storage(bytes(desc, shape, max_rows) - (holds_inputs() ? sizeof(int32_t) * static_cast<size_t>(capacity) : 0)),
       positions(holds_inputs() ? sizeof(int32_t) * static_cast<size_t>(capacity) : 0) {}
 
 uint64_t tl_cache::bytes(const tl_model_desc& desc, const tl_cache_desc& shape, int max_rows) {
-    const uint64_t visits = static_cast<uint64_t>(fixed_of(desc)) + static_cast<uint64_t>(shape.loops) * desc.n_core;
+    // A hostile config can ask for more than 64 bits count; that much is refused as memory, not wrapped around.
+    const unsigned __int128 visits = fixed_of(desc) + static_cast<unsigned __int128>(shape.loops) * desc.n_core;
     const uint64_t slots = static_cast<uint64_t>(capacity_of(shape, max_rows));
-    return visits * visit_bytes_of(desc, shape, max_rows) +
-           (shape.mode >= TL_CACHE_H_FP16 ? slots * sizeof(int32_t) : 0);
+    const unsigned __int128 total =
+        visits * visit_bytes_of(desc, shape, max_rows) + (shape.mode >= TL_CACHE_H_FP16 ? slots * sizeof(int32_t) : 0);
+    return total > (uint64_t{1} << 62) ? uint64_t{1} << 62 : static_cast<uint64_t>(total);
 }
 
 char* tl_cache::keys(int visit, int kv_head) const {
