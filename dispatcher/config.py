@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 from tinyloop_serve.protocol.errors import TinyLoopError
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES
+from tinyloop_serve.protocol.modes import CACHE_MODES
 
 EXIT_CONFIG = 78  # EX_CONFIG: a service manager must not restart us
 IPC_PATH_BYTES = 107  # sockaddr_un.sun_path
@@ -38,7 +39,7 @@ class Config:
     min_batch_size: int = 2  # fewer ready requests than this run one by one
     max_wait_ms: float = 8.0  # how long a request waits for company while a replica is idle
     max_tokens_bands: tuple[int, ...] = (32, 128, 512, 2048)  # upper ends; requests of one band share batches
-    cache_modes: tuple[str, ...] = ("fp16",)  # the product's allow-list
+    cache_modes: tuple[str, ...] = CACHE_MODES  # the product's allow-list
     max_waiting: int = 1024  # requests not yet on a replica; more are refused as overloaded
     max_body: int = MAX_BODY_BYTES  # of one message body
     heartbeat_ms: float = 250.0  # a replica is pinged this often

@@ -20,6 +20,7 @@ import pytest
 
 from tinyloop_serve.protocol.calls import Completion
 from tinyloop_serve.protocol.errors import ReplicaLost, TinyLoopError
+from tinyloop_serve.protocol.modes import CACHE_MODES
 
 pytestmark = pytest.mark.integration
 
@@ -254,3 +255,17 @@ def test_many_clients_come_and_go(shared_fleet: Any) -> None:
     while (status := shared_fleet.status()).running or status.waiting:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{"cache_mode": mode} for mode in CACHE_MODES] + [{"cache_window": 16}, {"beam_size": 3}],
+    ids=lambda mode: "-".join(str(value) for item in mode.items() for value in item),
+)
+def test_every_mode_gives_through_the_fleet_what_it_gives_alone(
+    shared_fleet: Any, reference: Any, mode: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"loops": 4, "max_tokens": 24, **mode}
+    with shared_fleet.client() as client:
+        for answer, prompt in zip(client.batch(PROMPTS, **options), PROMPTS, strict=True):
+            assert list(answer.tokens) == reference.tokens(prompt, **options)
