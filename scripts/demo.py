@@ -17,7 +17,7 @@ import time
 from tinyloop_serve.deploy.report import describe_status
 from tinyloop_serve.protocol.client import Client
 
-PROMPT = "The definition of"
+PROMPT = "And it came to pass"
 LOOPS = (2, 4, 8)
 MAX_TOKENS = 48
 
@@ -55,7 +55,7 @@ def main() -> int:
 def show(client: Client, loops: int) -> None:
     """Streams one completion and its statistics."""
     print(f"\n{loops} loops: {PROMPT}", end="", flush=True)
-    with client.stream(PROMPT, loops=loops, max_tokens=MAX_TOKENS) as stream:
+    with client.stream(PROMPT, loops=loops, max_tokens=MAX_TOKENS, repetition_penalty=1.15) as stream:
         for chunk in stream:
             print(chunk.text, end="", flush=True)
         stats = stream.result().stats
