@@ -124,13 +124,12 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, co
     const int ldq = by_head ? head_dim_ : ldq_, ldo = by_head ? head_dim_ : lda_;
     for (int h = 0; h < products; ++h) {
         for (const Window::Run& run : window.runs) {
+            if (!run.count) continue;
             const size_t at = static_cast<size_t>(inputs ? run.slot - window.low : run.at);
             const Panels panels{keys + at * head_dim_ * size, dtype, head_dim_,
                                 static_cast<size_t>(head_dim_) * kPanel};
-            const int count = (run.count + kPanel - 1) / kPanel;
-            if (count)
-                kernels->product(panels, q + h * head_dim_, ldq, rows, scores + run.slot - window.low, window.width,
-                                 nullptr, Put::store, 0, count, scratch);
+            kernels->product(panels, q + h * head_dim_, ldq, rows, scores + (run.slot - window.low), window.width,
+                             nullptr, Put::store, 0, (run.count + kPanel - 1) / kPanel, scratch);
         }
         float* to = out + h * head_dim_;
         float sums[1024];
@@ -142,7 +141,7 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, co
             if (!run.count) continue;
             const size_t at = static_cast<size_t>(inputs ? run.slot - window.low : run.at);
             const Panels panels{values + at * kPanel * size, dtype, run.count, value_stride};
-            kernels->product(panels, scores + run.slot - window.low, window.width, rows, to, ldo, nullptr, put, 0,
+            kernels->product(panels, scores + (run.slot - window.low), window.width, rows, to, ldo, nullptr, put, 0,
                              head_dim_ / kPanel, scratch);
             put = Put::go_on;
         }

@@ -104,27 +104,6 @@ void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row*
     if (loops_run) std::copy(call.loops_run.begin(), call.loops_run.end(), loops_run);
 }
 
-template <class Wanted>
-tl_model::Plan tl_model::plan(const Call& call, int step, Wanted wanted) const {
-    const int most = std::max(1, kScoreRows / (desc.n_heads / desc.n_kv_heads));
-    Plan out;
-    for (int i = 0; i < call.n_rows; ++i) {
-        const tl_row& row = call.rows[i];
-        if (!wanted(row, i)) continue;
-        const int loop = row.loop_begin + step;
-        const int at = static_cast<int>(out.rows.size());
-        const bool joins = at > 0 && call.rows[out.rows.back()].cache == row.cache && out.loops.back() == loop &&
-                           out.groups.back().count < most;
-        if (joins)
-            ++out.groups.back().count;
-        else
-            out.groups.push_back({at, 1});
-        out.rows.push_back(i);
-        out.loops.push_back(loop);
-    }
-    return out;
-}
-
 void tl_model::work(Call& call, int id) {
     const int fixed = desc.n_prelude + desc.n_coda;
     embed(call, id);
@@ -314,57 +293,6 @@ void tl_model::position_and_append(const Call& call, const Plan& plan, const Lay
         if (!is_query) cache.append_key(visit, number, row.slot, head, *kernels);
     }
     if (id == 0) pool_.reset_next();
-    pool_.barrier();
-}
-
-// ---------------------------------------------------------------- adaptive depth
-
-void tl_model::remember(const Plan& plan, int id) {
-    const auto [begin, end] = share(static_cast<int>(plan.rows.size()), id, pool_.threads());
-    for (int m = begin; m < end; ++m) {
-        const size_t at = static_cast<size_t>(plan.rows[m]) * ldx_;
-        std::memcpy(before_.as<float>() + at, x_.as<float>() + at, sizeof(float) * ldx_);
-    }
-    pool_.barrier();
-}
-
-// Whether the row's state says that further loops are not needed: the exit gate's cumulative probability (as in Ouro,
-// arXiv 2510.25741, section on adaptive computation), or the relative change of the state.
-bool tl_model::settled(Call& call, int row) const {
-    const float* x = x_.as<float>() + static_cast<size_t>(row) * ldx_;
-    const float threshold = call.rows[row].exit_threshold;
-    if (!weights_.exit_gate.empty()) {
-        const float z = kernels->dot(weights_.exit_gate.data(), x, ldx_) + weights_.exit_gate_bias[0];
-        call.stayed[row] *= 1.0f - 1.0f / (1.0f + std::exp(-z));
-        return 1.0f - call.stayed[row] >= threshold;
-    }
-    float* before = before_.as<float>() + static_cast<size_t>(row) * ldx_;
-    const float old = kernels->dot(before, before, ldx_);
-    for (int k = 0; k < ldx_; ++k) before[k] = x[k] - before[k];
-    return kernels->dot(before, before, ldx_) < threshold * threshold * old;
-}
-
-void tl_model::leave_early(Call& call, size_t step, int id) {
-    const Plan& plan = call.core[step];
-    const auto [begin, end] = share(static_cast<int>(plan.rows.size()), id, pool_.threads());
-    for (int m = begin; m < end; ++m) {
-        const int i = plan.rows[m], loop = plan.loops[m];
-        const tl_row& row = call.rows[i];
-        if (row.exit_threshold <= 0 || loop + 1 >= row.loop_end || !settled(call, i)) continue;
-        call.left[i] = 1;
-        call.loops_run[i] = loop + 1;
-        const int first = desc.n_prelude + desc.n_coda;
-        for (int later = loop + 1; later < row.loop_end; ++later)
-            for (int l = 0; l < desc.n_core; ++l)
-                call.caches[row.cache]->copy_visit(first + later * desc.n_core + l, first + loop * desc.n_core + l,
-                                                   row.slot);
-    }
-    pool_.barrier();
-    if (id == 0 && step + 1 < call.core.size()) {
-        const int next = static_cast<int>(step) + 1;
-        call.core[step + 1] = this->plan(
-            call, next, [&](const tl_row& r, int i) { return !call.left[i] && r.loop_begin + next < r.loop_end; });
-    }
     pool_.barrier();
 }
 

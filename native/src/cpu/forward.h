@@ -1,6 +1,7 @@
 // The CPU backend's forward pass. All threads run it together (pool.h): each phase shares out rows or panels, and a
 // barrier stands between a phase and the one that reads its results.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -110,3 +111,25 @@ struct tl_model {
     std::vector<tinyloop::cpu::Buffer>
         projected_;  // per thread, keys and values of one head, for caches that hold inputs
 };
+
+// The rows of a call that `wanted(row, number)` picks, at their loop of `step`.
+template <class Wanted>
+tl_model::Plan tl_model::plan(const Call& call, int step, Wanted wanted) const {
+    const int most = std::max(1, tinyloop::cpu::kScoreRows / (desc.n_heads / desc.n_kv_heads));
+    Plan out;
+    for (int i = 0; i < call.n_rows; ++i) {
+        const tl_row& row = call.rows[i];
+        if (!wanted(row, i)) continue;
+        const int loop = row.loop_begin + step;
+        const int at = static_cast<int>(out.rows.size());
+        const bool joins = at > 0 && call.rows[out.rows.back()].cache == row.cache && out.loops.back() == loop &&
+                           out.groups.back().count < most;
+        if (joins)
+            ++out.groups.back().count;
+        else
+            out.groups.push_back({at, 1});
+        out.rows.push_back(i);
+        out.loops.push_back(loop);
+    }
+    return out;
+}
