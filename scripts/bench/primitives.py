@@ -91,7 +91,17 @@ def speculation(model: Model, repeats: int) -> dict[str, Any]:
             total += stats.decode_ms
         return total
 
-    ms = medians({"plain": plain, "speculative": drafted}, repeats)
+    def batch_of(lanes: int) -> float:
+        return max(g.stats.decode_ms for g in model.generate_batch([prompts[0]] * lanes, config))
+
+    four = 4  # lanes
+    cases = {
+        "plain": plain,
+        "speculative": drafted,
+        "one": lambda: batch_of(1),
+        "four": lambda: batch_of(four),
+    }
+    ms = medians(cases, repeats)
     c = model.config
     loops, rounds = c["loops"], counts[2] - counts[1]
     head = c["vocab_size"] / (4 * c["d_model"] + 3 * c["d_ffn"])  # in layer visits, by weights read
@@ -100,16 +110,21 @@ def speculation(model: Model, repeats: int) -> dict[str, Any]:
     draft = rows * (c["n_prelude"] + best.draft_loops * c["n_core"]) + (rows - 1) * (c["n_coda"] + head)
     verify = (loops - best.draft_loops) * c["n_core"] + c["n_coda"] + head
     ceiling = visits * counts[2] / rounds / (draft + verify)
+    row = (ms["four"] / ms["one"] - 1) / (four - 1)  # what a further row costs, in first rows
+    bound = visits * counts[2] / rounds / (draft + verify * (1 + (rows - 1) * row))
     print(
         f"speculation: draft_loops {best.draft_loops}, draft_ahead {best.draft_ahead},"
         f" margin {best.draft_margin}; accepted {counts[1]} of {counts[0]} drafts;"
         f" {counts[2] / rounds:.2f} tokens a round\n"
         f"  ceiling if more rows cost nothing: plain {visits:.1f} layer visits a token; a round {draft:.1f}"
-        f" drafting + {verify:.1f} verifying: {ceiling:.2f}"
+        f" drafting + {verify:.1f} verifying: {ceiling:.2f}\n"
+        f"  a further row costs {row:.2f} of the first here (batch of 4 over 1): {bound:.2f}"
     )
     return {
         "speculative_speedup": round(ms["plain"] / ms["speculative"], 3),
         "speculative_ceiling": round(ceiling, 3),
+        "speculative_ceiling_with_row_cost": round(bound, 3),
+        "row_cost": round(row, 3),
         "accepted_share": round(counts[1] / max(1, counts[0]), 3),
         "draft": [best.draft_loops, best.draft_ahead, best.draft_margin],
     }

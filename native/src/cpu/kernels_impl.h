@@ -5,7 +5,8 @@
 // V needs: zero, set1, load, store, fma(a, b, c) = a * b + c fused, +, -, *, /, max, select_ge(x, bound) (x where
 // x >= bound else 0), pow2_scale(p, t), load_as<dtype>, store_half. kTile = accumulators that fit the registers.
 
-constexpr int kChunk = 256;  // inputs per unpacked chunk: 16 KiB of floats, half of L1
+constexpr int kDirectTiles = 3;  // up to so many tiles of rows, converting again costs less than unpacking (measured)
+constexpr int kChunk = 256;      // inputs per unpacked chunk: 16 KiB of floats, half of L1
 
 template <int kDtype>
 constexpr size_t element_bytes() {
@@ -58,7 +59,8 @@ void direct(const Panels& w, const float* a, int lda, const Out& out, int m0, in
 
 template <int kDtype, int kRows>
 void direct_rows(const Panels& w, const float* a, int lda, const Out& out, int m0, int begin, int end) {
-    constexpr int kWide = kTile / kRows > 0 ? kTile / kRows : 1;
+    // Two panels and three rows would need a register more than there are: the activations are kept for both.
+    constexpr int kWide = kTile == 6 && kRows == 3 ? 1 : kTile / kRows > 0 ? kTile / kRows : 1;
     int panel = begin;
     for (; panel + kWide <= end; panel += kWide) direct<kDtype, kRows, kWide>(w, a, lda, out, m0, panel);
     for (; panel < end; ++panel) direct<kDtype, kRows, 1>(w, a, lda, out, m0, panel);
@@ -99,13 +101,19 @@ void direct_any(int n, const Panels& w, const float* a, int lda, const Out& out,
 template <int kDtype>
 void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out& out, int begin, int end,
                 float* scratch) {
-    if (n_rows <= kTile) {
-        direct_any<kDtype, kTile>(n_rows, w, a, lda, out, 0, begin, end);
+    const int tiles = (n_rows + kTile - 1) / kTile;
+    if (tiles <= kDirectTiles) {
+        const int block = tiles == 1 ? end - begin : 8;  // panels that stay in L2 while all tiles use them
+        for (int panel = begin; panel < end; panel += block)
+            for (int t = 0, m = 0; t < tiles; ++t) {
+                const int n = (n_rows - m + tiles - t - 1) / (tiles - t);
+                direct_any<kDtype, kTile>(n, w, a, lda, out, m, panel, end < panel + block ? end : panel + block);
+                m += n;
+            }
         return;
     }
     float* unpacked = scratch;
     float* sums = scratch + kChunk * kPanel;
-    const int tiles = (n_rows + kTile - 1) / kTile;
     for (int panel = begin; panel < end; ++panel) {
         for (int m = 0; m < n_rows; ++m) out.start(m, panel).store(sums + m * kPanel);
         const char* source = static_cast<const char*>(w.data) + panel * w.panel_elements * element_bytes<kDtype>();

@@ -10,6 +10,8 @@ namespace tinyloop::cpu {
 
 class Buffer {
   public:
+    static constexpr size_t kHuge = 4u << 20;
+
     Buffer() = default;
     // Throws std::bad_alloc. Pages are zero and are taken from the system when first touched.
     explicit Buffer(size_t bytes) : bytes_(bytes) {
@@ -19,6 +21,7 @@ class Buffer {
             data_ = nullptr;
             throw std::bad_alloc();
         }
+        if (bytes >= kHuge) ::madvise(data_, bytes, MADV_HUGEPAGE);  // fewer page faults and TLB misses; a hint
     }
     Buffer(Buffer&& other) noexcept
         : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
