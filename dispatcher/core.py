@@ -152,7 +152,7 @@ class Core(Exits):
                 mail.setdefault(request.client, []).append(payload)
                 request.delivered += tokens
                 if final:
-                    self._end(request, None, "answered", now)
+                    self._answered(request, payload, now)
         self._out += [Send(client, None, tuple(bodies)) for client, bodies in mail.items()]
         if step.idle:
             shape, unanswered = self.replicas.restore(endpoint, now)

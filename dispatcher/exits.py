@@ -28,7 +28,12 @@ class Exits:
         self._out: list[Send] = []  # said by the event in progress
 
     def _end(
-        self, request: Request, terminal: messages.Done | messages.Failed | None, outcome: str, now: float
+        self,
+        request: Request,
+        terminal: messages.Done | messages.Failed | None,
+        outcome: str,
+        now: float,
+        stats: messages.Stats | None = None,
     ) -> None:
         """The only way out. `terminal` is None when the replica's own goes out, or there is no reader."""
         if request.state is State.WAITING:
@@ -36,7 +41,21 @@ class Exits:
         if terminal is not None:
             self._out.append(Send(request.client, terminal))
         self.requests.end(request, now, failed=outcome not in ("answered", "cancelled"))
-        self._journal.request(request, outcome, now)
+        self._journal.request(request, outcome, now, stats)
+
+    def _answered(self, request: Request, payload: bytes, now: float) -> None:
+        """The replica's own terminal has gone out as it came; it is read here for the books alone."""
+        try:
+            terminal = codec.TO_CLIENT.decode([messages.VERSION, payload])
+        except errors.TinyLoopError:
+            terminal = None  # the client's to complain about
+        if isinstance(terminal, messages.Failed):
+            self._end(request, None, terminal.code, now)
+        elif isinstance(terminal, messages.Done):
+            outcome = "cancelled" if terminal.stop_reason == "cancelled" else "answered"
+            self._end(request, None, outcome, now, terminal.stats)
+        else:
+            self._end(request, None, "answered", now)
 
     def _fail(self, request: Request, error: errors.TinyLoopError, now: float) -> None:
         """The dispatcher's verdict; a lane that is still decoding is stopped."""

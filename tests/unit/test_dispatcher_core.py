@@ -4,6 +4,7 @@ along."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.core import Core
 from tinyloop_serve.dispatcher.effects import TOKENIZER, Load, Peer, Reset, Send, Tokenize
 from tinyloop_serve.dispatcher.journal import Journal
-from tinyloop_serve.protocol.codec import tokens_to_bytes
+from tinyloop_serve.protocol.codec import TO_CLIENT, tokens_to_bytes
 from tinyloop_serve.protocol.errors import InvalidRequest, LimitExceeded
 from tinyloop_serve.protocol.messages import (
     Cancel,
@@ -30,6 +31,7 @@ from tinyloop_serve.protocol.messages import (
     Ready,
     Run,
     Sampling,
+    Stats,
     Status,
     Step,
 )
@@ -131,6 +133,24 @@ def test_a_request_goes_down_and_its_tokens_come_up_undecoded() -> None:
     ]
     assert (bench.core.requests.finished, bench.core.requests.failed) == (1, 0)
     assert '"outcome": "answered"' in bench.lines[-1] and '"delivered": 1' in bench.lines[-1]
+
+
+def test_the_log_has_the_engines_statistics_and_tells_done_from_failed() -> None:
+    ends = {
+        "answered": Done("q", "eos", stats=Stats(generated_tokens=7, decode_ms=1.5)),
+        "cancelled": Done("q", "cancelled"),
+        "engine": Failed("q", "engine", "it broke"),
+    }
+    for outcome, end in ends.items():
+        bench = Bench()
+        (send,) = bench.client(ALICE, ask("q"))
+        step = Step(send.message.run, (send.message.lanes[0].key,), (0,), (True,), idle=True)
+        bench.replica(R0, step, (TO_CLIENT.encode_body(end),))
+        line = json.loads(bench.lines[-1])
+        assert line["outcome"] == outcome
+        assert bench.core.requests.failed == (outcome == "engine")
+        if outcome == "answered":
+            assert line["stats"] == {"generated_tokens": 7, "decode_ms": 1.5}
 
 
 def test_requests_of_one_shape_share_a_run_and_one_step_is_one_send_per_client() -> None:
