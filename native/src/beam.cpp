@@ -23,11 +23,11 @@ Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const G
     const Clock::time_point start = Clock::now();
     const size_t vocab = static_cast<size_t>(model.config().vocab_size), width = static_cast<size_t>(config.beam_size);
     std::vector<Cache> caches;  // one per beam; two sets, so that beams can take over each other's
-    for (size_t i = 0; i < 2 * width; ++i) caches.push_back(Lane(model, prompt, config, loops).make_cache());
-    std::vector<float> logits(width * vocab);
-    std::vector<double> logprobs(vocab);
     std::vector<Lane> lanes;
     lanes.emplace_back(model, prompt, config, loops);
+    for (size_t i = 0; i < 2 * width; ++i) caches.push_back(lanes[0].make_cache());
+    std::vector<float> logits(width * vocab);
+    std::vector<double> logprobs(vocab);
     std::vector<double> scores = {0};
     std::vector<Generation> finished;
     std::vector<double> finished_rank;

@@ -70,19 +70,15 @@ std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len
                           const std::string& cache_mode, int cache_window) {
     const std::vector<int32_t> tokens(prompt, prompt + prompt_len);
     const Call call(*model);
-    GenerateConfig config;
-    config.loops = loops;
-    config.cache_mode = cache_mode;
-    config.cache_window = cache_window;
+    const GenerateConfig config;
     guard([&] {
         check_tokens(*model, tokens, "prompt");
-        config.max_tokens = 1;
         if (tokens.size() > static_cast<size_t>(model->options().max_seq_len))
             refuse(ErrorKind::limit, "prompt", std::to_string(tokens.size()) + " tokens",
                    "at most max_seq_len = " + std::to_string(model->options().max_seq_len));
         if (cache_mode_of(cache_mode) < 0) refuse(ErrorKind::config, "cache_mode", cache_mode, cache_mode_names());
     });
-    Lane lane(*model, tokens, config, model->loops_of(loops));
+    const Lane lane(*model, tokens, config, model->loops_of(loops));
     const Cache cache =
         model->make_cache(lane.prompt_length(), lane.out.stats.loops, cache_mode_of(cache_mode), cache_window);
     std::vector<tl_row> rows;

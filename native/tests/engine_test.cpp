@@ -110,17 +110,6 @@ void test_rows_at_different_loops(const std::string& path) {
     free_model(model);
 }
 
-template <class F>
-std::string refusal(ErrorKind kind, F call) {
-    try {
-        call();
-    } catch (const Error& error) {
-        CHECK(error.kind == kind);
-        return error.field;
-    }
-    return "nothing was refused";
-}
-
 void test_contracts(const std::string& path) {
     Model* model = load_model(path, 0);
     const std::vector<int32_t> prompt = prompt_of(10, 1);

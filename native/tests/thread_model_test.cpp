@@ -12,17 +12,6 @@ using namespace tiny;
 
 namespace {
 
-template <class F>
-std::string refusal(ErrorKind kind, F call) {
-    try {
-        call();
-    } catch (const Error& error) {
-        CHECK(error.kind == kind);
-        return error.field;
-    }
-    return "nothing was refused";
-}
-
 void test_overlap_is_refused(const std::string& path) {
     Model* model = load_model(path, options_of(2, 16));
     const std::vector<int32_t> prompt = prompt_of(5, 1);

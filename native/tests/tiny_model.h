@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "artifact.h"
+#include "check.h"
 #include "tinyloop/engine.h"
 
 namespace tiny {
@@ -107,6 +108,18 @@ inline tinyloop::GenerateConfig sampled(uint64_t seed, int max_tokens) {
     config.seed = seed;
     config.max_tokens = max_tokens;
     return config;
+}
+
+// The field of the refusal that the call ends in, whose kind is checked.
+template <class F>
+std::string refusal(tinyloop::ErrorKind kind, F call) {
+    try {
+        call();
+    } catch (const tinyloop::Error& error) {
+        CHECK(error.kind == kind);
+        return error.field;
+    }
+    return "nothing was refused";
 }
 
 }  // namespace tiny
