@@ -5,7 +5,10 @@
     │   ├── InvalidRequest    a field has a value that is not accepted
     │   ├── LimitExceeded     the request can never fit this model, fleet or message size
     │   ├── ModeRefused       a combination that the mode matrix refuses
-    │   └── UnknownRequest    cancel or resume of an id that is not live
+    │   ├── UnknownRequest    cancel of an id that is not live
+    │   ├── HandleLost        names a handle that is not there (any more); `value` says which
+    │   ├── PoisonRequest     replicas died under it, one after the other; it is not tried again
+    │   └── Forbidden         this tenant may not
     ├── ServiceError          the service is at fault; sending it again later may work
     │   ├── Overloaded        the queue is full; `retry_after_s` says when to try again
     │   ├── Unavailable       no replica can serve it now
@@ -72,6 +75,18 @@ class ModeRefused(RequestError):
 
 class UnknownRequest(RequestError):
     code = "unknown_request"
+
+
+class HandleLost(RequestError):
+    code = "handle_lost"
+
+
+class PoisonRequest(RequestError):
+    code = "poison"
+
+
+class Forbidden(RequestError):
+    code = "forbidden"
 
 
 class ServiceError(TinyLoopError):
