@@ -18,9 +18,10 @@ from importlib import metadata
 
 import zmq
 
-from tinyloop_serve.dispatcher.config import EXIT_CONFIG, ConfigError, parse
+from tinyloop_serve.dispatcher.config import EXIT_CONFIG, parse
 from tinyloop_serve.dispatcher.endpoints import EndpointTaken
 from tinyloop_serve.dispatcher.journal import Journal
+from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.dispatcher.server import Server
 
 EXIT_UNAVAILABLE = 69  # EX_UNAVAILABLE

@@ -2,118 +2,207 @@
 
 A bucket holds waiting requests that may share a batch: the same `Sampling`, and `max_tokens` in the same
 band, so that lanes end at about the same step. A bucket is ripe when it has `min_batch_size` requests,
-when its oldest has waited `max_wait_ms`, or when its shape can never be batched. Of the ripe buckets the
-one that has waited longest *since its last run* goes next: a rare shape beside a hot one waits at most
-`max_wait_ms` and the run in progress, and a flood of new shapes cannot starve an old one. Within a bucket,
-first come first served. No clocks, no messages, no replicas.
+when its oldest has waited `max_wait_ms`, or when its shape can never be batched.
+
+    which tenant   of those with a ripe request, the one furthest behind its share (`shares.py`)
+    which bucket   of that tenant's ripe ones, the one that has waited longest *since its last run*: a rare
+                   shape beside a hot one waits at most `max_wait_ms` and the run in progress, and a flood of
+                   new shapes cannot starve an old one
+    which lanes    of that bucket, tenant by tenant as their shares say, each tenant's in order of arrival
+
+A priority counts as having arrived `priority_ms` earlier per step: it orders a tenant's own requests, ages,
+and takes nothing from other tenants. What the replica at hand cannot run (`room`) is passed over and keeps
+its place. No clocks, no messages, no replicas.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.guards import batchable
+from tinyloop_serve.dispatcher.shares import Shares
 from tinyloop_serve.protocol.messages import Sampling
 
-if TYPE_CHECKING:
-    from tinyloop_serve.dispatcher.requests import Request
+NEVER = float("inf")
 
 
 class Shape(NamedTuple):
     sampling: Sampling  # loops resolved
     band: int  # upper end of the max_tokens band; 0 = above the last
+    single: bool = False  # never in a batch: it uses a handle, speculates, or a replica died under it
 
     def __str__(self) -> str:
         s = self.sampling
         extra = f" window={s.cache_window} beam={s.beam_size}" if not batchable(s) else ""
+        extra += " single" if self.single else ""
         draw = f"T={s.temperature:g} top_k={s.top_k} top_p={s.top_p:g} min_p={s.min_p:g}"
         draw += f" repeat={s.repetition_penalty:g}"
         return f"loops={s.loops} max_tokens<={self.band or 'any'} {s.cache_mode} {draw}{extra}"
 
+    @property
+    def batchable(self) -> bool:
+        return not self.single and batchable(self.sampling)
 
-@dataclass
-class Bucket:
-    shape: Shape
-    turn: float = 0.0  # when a run of this shape last started or ended, seconds
-    queue: list[Request] = field(default_factory=list)  # in the order of arrival
+
+class Waiting(Protocol):
+    """What the policy knows of a request."""
 
     @property
-    def waits_since(self) -> float:
-        return max(self.turn, self.queue[0].arrived)
+    def key(self) -> int: ...  # the order of arrival
+    @property
+    def arrived(self) -> float: ...  # seconds
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def cost(self) -> float: ...  # of work: core iterations over all its tokens
+    @property
+    def shape(self) -> Shape | None: ...
 
 
-class Call(NamedTuple):
-    """One engine call: `lanes` run at `batch_size` (1: `generate_stream`; more: `generate_batch`)."""
+R = TypeVar("R", bound=Waiting)
+
+
+@dataclass
+class Bucket(Generic[R]):
+    shape: Shape
+    turn: float = 0.0  # when a run of this shape last started or ended, seconds
+    queues: dict[str, list[R]] = field(default_factory=dict)  # per tenant, in order; never an empty one
+
+    def __len__(self) -> int:
+        return sum(map(len, self.queues.values()))
+
+    def __iter__(self) -> Iterator[R]:
+        for queue in self.queues.values():
+            yield from queue
+
+    @property
+    def oldest(self) -> float:
+        """When the one that has waited longest arrived."""
+        return min(request.arrived for request in self)
+
+
+class Call(NamedTuple, Generic[R]):
+    """One engine call: `lanes` run at `batch_size` (1: a single decode; more: `generate_batch`)."""
 
     shape: Shape
-    lanes: list[Request]
+    lanes: list[R]
     batch_size: int
 
 
-class Buckets:
+Room = Callable[[list[R]], int]
+"""How many of these, from the first on, the replica at hand can run together; 0: not even the first."""
+
+
+def everything(lanes: list[R]) -> int:
+    return len(lanes)
+
+
+class Buckets(Generic[R]):
     def __init__(self, config: Config) -> None:
         self._sizes = config.batch_sizes  # ascending
         self._min_batch_size = config.min_batch_size
         self._max_wait_s = config.max_wait_ms / 1000
+        self._priority_s = config.priority_ms / 1000
         self._bands = config.max_tokens_bands  # ascending
-        self._buckets: dict[Shape, Bucket] = {}  # never an empty one
+        self._shares = Shares(lambda tenant: config.tenants.of(tenant).weight)
+        self._buckets: dict[Shape, Bucket[R]] = {}  # never an empty one
+        self.version = 0  # another one: `take` may answer otherwise, even at the same time
 
-    def take(self, now: float) -> Call | None:
-        """The next engine call, removed from its bucket; None while nothing is ripe."""
+    def take(self, now: float, room: Room[R] = everything) -> Call[R] | None:
+        """The next engine call for the replica at hand, out of its bucket; None: it has nothing to do."""
         ripe = [bucket for bucket in self._buckets.values() if self._ripe_at(bucket) <= now]
-        if not ripe:
-            return None
-        bucket = min(ripe, key=lambda bucket: bucket.waits_since)
-        ready = len(bucket.queue)
-        if batchable(bucket.shape.sampling) and ready >= self._min_batch_size:
-            count = min(ready, self._sizes[-1])
-        else:
-            count = 1
-        smallest = bisect_left(self._sizes, count)  # that holds them
-        batch_size = 1 if count == 1 else self._sizes[smallest]
-        lanes, bucket.queue = bucket.queue[:count], bucket.queue[count:]
-        bucket.turn = now
-        self._drop_if_empty(bucket)
-        return Call(bucket.shape, lanes, batch_size)
+        tenants = {tenant for bucket in ripe for tenant in bucket.queues}
+        for tenant in sorted(tenants, key=lambda tenant: (self._shares.time(tenant), tenant)):
+            mine = [bucket for bucket in ripe if tenant in bucket.queues]
+            for bucket in sorted(mine, key=lambda bucket: self._waits_since(bucket, tenant)):
+                if lanes := self._lanes(bucket, tenant, room):
+                    return self._call(bucket, lanes, now)
+        return None
 
-    def _ripe_at(self, bucket: Bucket) -> float:
+    def _ripe_at(self, bucket: Bucket[R]) -> float:
         """When its next call may start, seconds."""
-        if not batchable(bucket.shape.sampling) or len(bucket.queue) >= self._min_batch_size:
+        if not bucket.shape.batchable or len(bucket) >= self._min_batch_size:
             return 0.0
-        return bucket.queue[0].arrived + self._max_wait_s
+        return bucket.oldest + self._max_wait_s
+
+    def _waits_since(self, bucket: Bucket[R], tenant: str) -> float:
+        head = bucket.queues[tenant][0]
+        return max(bucket.turn, head.arrived) - head.priority * self._priority_s
+
+    def _lanes(self, bucket: Bucket[R], tenant: str, room: Room[R]) -> list[R]:
+        """Those that go together, one of `tenant` first; empty: none of its requests can run there."""
+        fitting = {name: [r for r in queue if room([r])] for name, queue in bucket.queues.items()}
+        if not fitting[tenant]:
+            return []
+        together = bucket.shape.batchable and sum(map(len, fitting.values())) >= self._min_batch_size
+        lanes: list[R] = []
+        times = {name: self._shares.time(name) for name, queue in fitting.items() if queue}
+        times[tenant] = -1.0  # its turn
+        while times and len(lanes) < (self._sizes[-1] if together else 1):
+            name = min(times, key=lambda name: (times[name], name))
+            lane = fitting[name].pop(0)
+            lanes.append(lane)
+            times[name] = self._shares.after(name, sum(each.cost for each in lanes if each.tenant == name))
+            if not fitting[name]:
+                del times[name]
+        return lanes[: room(lanes)]
+
+    def _call(self, bucket: Bucket[R], lanes: list[R], now: float) -> Call[R]:
+        for lane in lanes:
+            self.remove(lane)
+            self._shares.charge(lane.tenant, lane.cost)
+        bucket.turn = now
+        smallest = bisect_left(self._sizes, len(lanes))  # that holds them
+        return Call(bucket.shape, lanes, 1 if len(lanes) == 1 else self._sizes[smallest])
 
     def ended(self, shape: Shape, now: float) -> None:
         """A run of this shape is over: its bucket queues behind all that waited meanwhile."""
         if bucket := self._buckets.get(shape):
             bucket.turn = now
+            self.version += 1
 
-    def shape_of(self, sampling: Sampling, max_tokens: int) -> Shape:
+    def refund(self, tenant: str, cost: float) -> None:
+        """Work that was charged when a request was taken, and not done: it ended early, or comes back."""
+        self._shares.charge(tenant, -cost)
+        self.version += 1
+
+    def shape_of(self, sampling: Sampling, max_tokens: int, *, single: bool = False) -> Shape:
         index = bisect_left(self._bands, max_tokens)
-        return Shape(sampling, self._bands[index] if index < len(self._bands) else 0)
+        return Shape(sampling, self._bands[index] if index < len(self._bands) else 0, single)
 
-    def put(self, request: Request) -> None:
+    def put(self, request: R) -> None:
         """Adds a request whose `shape` is set, in its place by arrival (text took longer to get here)."""
         assert request.shape is not None
         bucket = self._buckets.setdefault(request.shape, Bucket(request.shape))
-        insort(bucket.queue, request, key=lambda request: request.key)
+        insort(bucket.queues.setdefault(request.tenant, []), request, key=self._place)
+        self._shares.waits(request.tenant)
+        self.version += 1
 
-    def remove(self, request: Request) -> None:
+    def _place(self, request: R) -> tuple[float, int]:
+        return (request.arrived - request.priority * self._priority_s, request.key)
+
+    def remove(self, request: R) -> None:
         assert request.shape is not None
         bucket = self._buckets[request.shape]
-        bucket.queue.remove(request)
-        self._drop_if_empty(bucket)
+        queue = bucket.queues[request.tenant]
+        queue.remove(request)
+        if not queue:
+            del bucket.queues[request.tenant]
+        if not bucket.queues:
+            del self._buckets[request.shape]
+        self._shares.waits_no_more(request.tenant)
+        self.version += 1
 
-    def _drop_if_empty(self, bucket: Bucket) -> None:
-        if not bucket.queue:
-            del self._buckets[bucket.shape]
+    def ripe_at(self, after: float = -NEVER) -> float:
+        """When the next call may start, seconds, of those that start later than `after`; infinity: none."""
+        times = map(self._ripe_at, self._buckets.values())
+        return min((time for time in times if time > after), default=NEVER)
 
-    def ripe_at(self) -> float:
-        """When the next call may start, seconds; infinity when nothing waits."""
-        return min(map(self._ripe_at, self._buckets.values()), default=float("inf"))
-
-    def __iter__(self) -> Iterator[Bucket]:
+    def __iter__(self) -> Iterator[Bucket[R]]:
         return iter(self._buckets.values())

@@ -8,25 +8,20 @@ names field, value and what is accepted. This file opens nothing but the configu
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
-from tinyloop_serve.protocol.errors import TinyLoopError
+from tinyloop_serve.dispatcher import readers
+from tinyloop_serve.dispatcher.readers import ConfigError
+from tinyloop_serve.dispatcher.tenants import Tenant, Tenants
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES
 from tinyloop_serve.protocol.modes import CACHE_MODES
 
+FEATURES = ("beam", "cache_window", "handles", "speculative", "tree_speculative")
 EXIT_CONFIG = 78  # EX_CONFIG: a service manager must not restart us
-IPC_PATH_BYTES = 107  # sockaddr_un.sun_path
-
-
-class ConfigError(TinyLoopError):
-    """A configuration value is not accepted; `field`, `value` and `accepted` say which and why."""
-
-    code: ClassVar[str] = "config"
 
 
 @dataclass(frozen=True)
@@ -39,8 +34,16 @@ class Config:
     min_batch_size: int = 2  # fewer ready requests than this run one by one
     max_wait_ms: float = 8.0  # how long a request waits for company while a replica is idle
     max_tokens_bands: tuple[int, ...] = (32, 128, 512, 2048)  # upper ends; requests of one band share batches
+    priority_ms: float = 1000.0  # a step of priority counts as having arrived this much earlier
     cache_modes: tuple[str, ...] = CACHE_MODES  # the product's allow-list
+    features: tuple[str, ...] = FEATURES  # the same, for what a request may use beside plain decoding
     max_waiting: int = 1024  # requests not yet on a replica; more are refused as overloaded
+    max_queue_ms: float = 30_000.0  # a request that would wait longer is refused as overloaded; 0 = no bound
+    poison_losses: int = 2  # replicas lost in a row, at the same token, until a request is not tried again
+    sticky_wait_ms: float = (
+        50.0  # how long a request waits for the replica that holds its handle, others idle
+    )
+    max_lease_ms: float = 3_600_000.0  # the longest lease of a handle
     max_body: int = MAX_BODY_BYTES  # of one message body
     heartbeat_ms: float = 250.0  # a replica is pinged this often
     loss_ms: float = 2000.0  # a ping unanswered for this long: the replica is lost
@@ -49,6 +52,10 @@ class Config:
     client_bytes: int = 8 << 20  # held for one client that reads slowly; more and its requests are failed
     client_stall_ms: float = 30_000.0  # the same when it reads nothing for this long
     drain_ms: float = 5000.0  # how long running requests may go on after SIGTERM
+    key: str = ""  # file of our secret CURVE key; needed for tcp beyond loopback
+    replica_keys: tuple[str, ...] = ()  # public CURVE keys of the replicas, Z85: one for all, or one for each
+    metrics: str = ""  # host:port of the metrics and health pages; "" = none
+    tenants: Tenants = Tenants({})  # the configuration file's [tenants.NAME] tables
     die_with_parent: int = 0  # process id of the supervisor that we stop with; 0 = none
 
 
@@ -61,21 +68,32 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def load(raw: dict[str, object]) -> Config:
-    """The configuration from raw values (numbers, lists, or the strings of the command line)."""
+    """The configuration from raw values (numbers, lists, or the strings of the command line).
+
+    Raises `ConfigError`."""
     for name in raw:
         if name not in _READERS:
-            raise _refuse(name, raw[name], "one of " + ", ".join(sorted(_READERS)))
+            raise readers.refuse(name, raw[name], "one of " + ", ".join(sorted(_READERS)))
     for name in ("front", "replicas"):
         if name not in raw:
-            raise _refuse(name, None, "an endpoint: set it in the file or by flag")
+            raise readers.refuse(name, None, "an endpoint: set it in the file or by flag")
     config = Config(**{name: _READERS[name](name, value) for name, value in raw.items()})  # type: ignore[arg-type]
     if config.min_batch_size > max(config.batch_sizes):
         accepted = f"at most {max(config.batch_sizes)}, the largest of batch_sizes"
-        raise _refuse("min_batch_size", config.min_batch_size, accepted)
+        raise readers.refuse("min_batch_size", config.min_batch_size, accepted)
     if config.loss_ms <= config.heartbeat_ms:
-        raise _refuse("loss_ms", config.loss_ms, f"more than heartbeat_ms = {config.heartbeat_ms:g}")
+        raise readers.refuse("loss_ms", config.loss_ms, f"more than heartbeat_ms = {config.heartbeat_ms:g}")
+    for name, endpoint in [("front", config.front)] + [
+        (f"replicas[{index}]", each) for index, each in enumerate(config.replicas)
+    ]:
+        if not config.key and not readers.stays_here(endpoint):
+            accepted = "a loopback address (127.0.0.1, [::1]), or any with a `key` to encrypt with"
+            raise readers.refuse(name, endpoint, accepted)
+    if config.replica_keys and len(config.replica_keys) not in (1, len(config.replicas)):
+        accepted = f"one key for all replicas, or {len(config.replicas)}"
+        raise readers.refuse("replica_keys", len(config.replica_keys), accepted)
     if config.front in config.replicas:
-        raise _refuse("replicas", config.front, "endpoints other than front")
+        raise readers.refuse("replicas", config.front, "endpoints other than front")
     return config
 
 
@@ -86,7 +104,7 @@ def read_flags(arguments: Sequence[str]) -> dict[str, object]:
     for field in fields(Config):
         if field.name == "replicas":
             parser.add_argument("--replica", dest="replicas", action="append", metavar="ENDPOINT")
-        else:
+        elif field.name != "tenants":  # tables: in the file alone
             flag = "--" + field.name.replace("_", "-")
             parser.add_argument(flag, dest=field.name, metavar=field.name.rpartition("_")[2].upper())
     flags = vars(parser.parse_args(list(arguments)))
@@ -100,101 +118,79 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_file(path: Path) -> dict[str, object]:
-    """The `[dispatcher]` table of a TOML file; other tables belong to other processes."""
+    """The `[dispatcher]` and `[tenants.NAME]` tables of a TOML file; others belong to other processes."""
     try:
         with path.open("rb") as file:
-            table = tomllib.load(file).get("dispatcher", {})
+            everything = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise _refuse("config", str(path), f"a readable TOML file ({error})") from error
+        raise readers.refuse("config", str(path), f"a readable TOML file ({error})") from error
+    table = everything.get("dispatcher", {})
     if not isinstance(table, dict):
-        raise _refuse("config", str(path), "a [dispatcher] table")
-    return table
+        raise readers.refuse("config", str(path), "a [dispatcher] table")
+    return table | ({"tenants": everything["tenants"]} if "tenants" in everything else {})
 
 
-def _refuse(field: str, value: object, accepted: str) -> ConfigError:
-    message = f"{field}: {value!r} is not accepted; expected {accepted}"
-    return ConfigError(message, field=field, value=repr(value), accepted=accepted)
+def _tenants(field: str, value: Any) -> object:
+    if not isinstance(value, dict) or not all(isinstance(table, dict) for table in value.values()):
+        raise readers.refuse(field, value, "tables [tenants.NAME]")
+    found: dict[str, Tenant] = {}
+    owners: dict[str, str] = {}
+    for name, table in value.items():
+        where = f"tenants.{name}"
+        for option in table:
+            if option not in _TENANT_READERS:
+                raise readers.refuse(
+                    f"{where}.{option}", table[option], "one of " + ", ".join(_TENANT_READERS)
+                )
+        options = {key: _TENANT_READERS[key](f"{where}.{key}", each) for key, each in table.items()}
+        found[name] = Tenant(name, **options)  # type: ignore[arg-type]
+        for key in found[name].keys:
+            if key in owners:
+                raise readers.refuse(
+                    f"{where}.keys", key, f"a key that is not also of tenant {owners[key]!r}"
+                )
+            owners[key] = name
+    return Tenants(found)
 
 
-# ------------------------------------------------------------------ one reader per kind of field
-
-Reader = Callable[[str, Any], object]
-
-
-def _number(kind: type[int] | type[float], low: float, high: float) -> Reader:
-    def read(field: str, value: Any) -> object:
-        accepted = f"{'a whole number' if kind is int else 'a number'} from {low:g} to {high:g}"
-        try:
-            number = kind(value) if isinstance(value, str) or kind is float else value
-        except (TypeError, ValueError):
-            raise _refuse(field, value, accepted) from None
-        if isinstance(value, bool) or not isinstance(number, kind) or not low <= number <= high:
-            raise _refuse(field, value, accepted)
-        return number
-
-    return read
-
-
-def _several(one: Reader) -> Reader:
-    def read(field: str, value: Any) -> object:
-        items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-        if not isinstance(items, list | tuple) or not items:
-            raise _refuse(field, value, "a list with at least one entry")
-        parsed: list[Any] = [one(f"{field}[{index}]", item) for index, item in enumerate(items)]
-        if len(set(parsed)) != len(parsed):
-            raise _refuse(field, value, "entries that differ")
-        return tuple(sorted(parsed)) if isinstance(parsed[0], int) else tuple(parsed)
-
-    return read
-
-
-def _word(field: str, value: Any) -> object:
-    if not isinstance(value, str) or not value.strip():
-        raise _refuse(field, value, "a name")
-    return value
-
-
-def _endpoint(field: str, value: Any) -> object:
-    """`ipc:///absolute/path` or `tcp://loopback:port`: without keys, tcp may not leave the machine."""
-    scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
-    if scheme == "ipc" and rest.startswith("/"):
-        if len(rest.encode()) > IPC_PATH_BYTES:
-            raise _refuse(field, value, f"a path of at most {IPC_PATH_BYTES} bytes")
-    elif scheme == "tcp" and ":" in rest:
-        host, _, port = rest.rpartition(":")
-        if port != "*" and not (port.isdecimal() and int(port) < 65536):
-            raise _refuse(field, value, "a port from 0 to 65535, or * for a free one")
-        if not _is_loopback(host.strip("[]")):
-            raise _refuse(field, value, "a loopback address (127.0.0.1, [::1]): tcp is not encrypted yet")
-    else:
-        raise _refuse(field, value, "ipc:///absolute/path or tcp://127.0.0.1:port")
-    return value
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-_milliseconds = _number(float, 0, 86_400_000)
-_READERS: dict[str, Reader] = {
-    "front": _endpoint,
-    "replicas": _several(_endpoint),
-    "batch_sizes": _several(_number(int, 2, 32)),  # more lanes of long prompts would not fit one Run
-    "min_batch_size": _number(int, 1, 32),
+_milliseconds = readers.number(float, 0, 86_400_000)
+_READERS: dict[str, readers.Reader] = {
+    "front": readers.endpoint,
+    "replicas": readers.several(readers.endpoint),
+    "batch_sizes": readers.several(
+        readers.number(int, 2, 32)
+    ),  # more lanes of long prompts would not fit one Run
+    "min_batch_size": readers.number(int, 1, 32),
     "max_wait_ms": _milliseconds,
-    "max_tokens_bands": _several(_number(int, 1, 1 << 24)),
-    "cache_modes": _several(_word),
-    "max_waiting": _number(int, 1, 1_000_000),
-    "max_body": _number(int, 1024, MAX_BODY_BYTES),
-    "heartbeat_ms": _number(float, 10, 60_000),
-    "loss_ms": _number(float, 20, 600_000),
-    "stall_ms": _number(float, 100, 86_400_000),
+    "max_tokens_bands": readers.several(readers.number(int, 1, 1 << 24)),
+    "priority_ms": _milliseconds,
+    "cache_modes": readers.several(readers.one_of(CACHE_MODES)),
+    "features": readers.several(readers.one_of(FEATURES)),
+    "max_waiting": readers.number(int, 1, 1_000_000),
+    "max_queue_ms": _milliseconds,
+    "poison_losses": readers.number(int, 1, 1000),
+    "sticky_wait_ms": _milliseconds,
+    "max_lease_ms": _milliseconds,
+    "max_body": readers.number(int, 1024, MAX_BODY_BYTES),
+    "heartbeat_ms": readers.number(float, 10, 60_000),
+    "loss_ms": readers.number(float, 20, 600_000),
+    "stall_ms": readers.number(float, 100, 86_400_000),
     "replica_wait_ms": _milliseconds,
-    "client_bytes": _number(int, 4096, 1 << 40),
-    "client_stall_ms": _number(float, 100, 86_400_000),
+    "client_bytes": readers.number(int, 4096, 1 << 40),
+    "client_stall_ms": readers.number(float, 100, 86_400_000),
     "drain_ms": _milliseconds,
-    "die_with_parent": _number(int, 0, 1 << 31),
+    "key": readers.text,
+    "replica_keys": readers.several(readers.key),
+    "metrics": readers.text,
+    "tenants": _tenants,
+    "die_with_parent": readers.number(int, 0, 1 << 31),
+}
+_TENANT_READERS: dict[str, readers.Reader] = {
+    "keys": readers.several(readers.key),
+    "weight": readers.number(float, 0.001, 1000),
+    "max_waiting": readers.number(int, 0, 1_000_000),
+    "max_running": readers.number(int, 0, 1_000_000),
+    "max_handles": readers.number(int, 0, 1_000_000),
+    "max_priority": readers.number(int, -10, 10),
+    "admin": readers.boolean,
 }

@@ -11,7 +11,7 @@ import os
 import stat
 from pathlib import Path
 
-from tinyloop_serve.dispatcher.config import ConfigError
+from tinyloop_serve.dispatcher.readers import ConfigError
 
 
 class EndpointTaken(Exception):

@@ -3,16 +3,26 @@ starves, a lane that shares a batch with another shape."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tinyloop_serve.dispatcher.buckets import Buckets
+from tinyloop_serve.dispatcher.buckets import Buckets, Shape
 from tinyloop_serve.dispatcher.config import load
-from tinyloop_serve.dispatcher.requests import Request
-from tinyloop_serve.protocol.messages import Generate, Sampling
+from tinyloop_serve.protocol.messages import Sampling
 
 WAIT_S = 0.010
+
+
+@dataclass(eq=False)
+class Request:
+    key: int
+    arrived: float
+    shape: Shape | None = None
+    tenant: str = "local"
+    priority: int = 0
+    cost: float = 1.0
 
 
 class Queue:
@@ -20,18 +30,26 @@ class Queue:
 
     def __init__(self, **options: Any) -> None:
         raw = {"front": "ipc:///x/f", "replicas": ["ipc:///x/r"], "max_wait_ms": 1000 * WAIT_S}
-        self.buckets = Buckets(load(raw | options))
+        self.buckets: Buckets[Request] = Buckets(load(raw | options))
         self.key = 0
 
     def put(
-        self, count: int = 1, *, now: float = 0.0, max_tokens: int = 10, **sampling: Any
+        self,
+        count: int = 1,
+        *,
+        now: float = 0.0,
+        max_tokens: int = 10,
+        tenant: str = "local",
+        priority: int = 0,
+        cost: float = 1.0,
+        single: bool = False,
+        **sampling: Any,
     ) -> list[Request]:
-        asked = Generate(id="a", prompt_tokens=b"\0\0\0\0", max_tokens=max_tokens)
         added = []
         for _ in range(count):
             self.key += 1
-            request = Request(self.key, b"c", asked, now)
-            request.shape = self.buckets.shape_of(Sampling(loops=4, **sampling), max_tokens)
+            shape = self.buckets.shape_of(Sampling(loops=4, **sampling), max_tokens, single=single)
+            request = Request(self.key, now, shape, tenant, priority, cost)
             self.buckets.put(request)
             added.append(request)
         return added
@@ -157,3 +175,93 @@ def test_removing_the_last_request_removes_the_bucket() -> None:
     queue.buckets.remove(request)
     assert list(queue.buckets) == []
     assert queue.take(1.0) is None
+
+
+def test_tenants_share_by_weight_whatever_they_ask_for() -> None:
+    """The heavy one floods many shapes with large requests; the light one's weight is twice its own."""
+    queue = Queue(tenants={"heavy": {}, "light": {"weight": 2.0}}, min_batch_size=1, batch_sizes=[2])
+    served = {"heavy": 0.0, "light": 0.0}
+    for turn in range(300):
+        now = 0.1 * turn
+        for flavour in range(3):
+            queue.put(2, now=now, tenant="heavy", cost=8.0, temperature=1.0 + flavour)
+        queue.put(4, now=now, tenant="light", cost=3.0)
+        call = queue.buckets.take(now)
+        assert call
+        for lane in call.lanes:
+            served[lane.tenant] += lane.cost
+        queue.buckets.ended(call.shape, now)
+    assert served["light"] / served["heavy"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_batch_is_filled_by_shares_and_the_idle_share_is_lent() -> None:
+    queue = Queue(tenants={"a": {}, "b": {}}, batch_sizes=[2, 4, 8])
+    queue.put(20, tenant="a")
+    queue.put(2, tenant="b")
+    call = queue.buckets.take(0.0)
+    assert call and sorted(lane.tenant for lane in call.lanes) == ["a"] * 6 + ["b"] * 2
+
+
+def test_a_tenant_back_from_idleness_is_owed_nothing_and_owes_nothing() -> None:
+    queue = Queue(tenants={"a": {}, "b": {}}, batch_sizes=[2], min_batch_size=1)
+    for turn in range(100):
+        queue.put(2, tenant="a", now=turn)
+        assert queue.buckets.take(turn)
+    queue.put(8, tenant="a", now=100.0)
+    queue.put(8, tenant="b", now=100.0)
+    calls = [queue.buckets.take(100.0) for _ in range(4)]
+    first_half = [lane.tenant for call in calls if call for lane in call.lanes]
+    assert first_half.count("a") == first_half.count("b") == 4
+
+
+def test_a_refund_gives_back_the_turn() -> None:
+    queue = Queue(tenants={"a": {}, "b": {}}, batch_sizes=[2], min_batch_size=1)
+    queue.put(1, tenant="a", cost=100.0)
+    assert queue.take(0.0)
+    queue.buckets.refund("a", 100.0)  # it ended at once
+    queue.put(1, tenant="b", cost=1.0, single=True)
+    queue.put(1, tenant="a", cost=1.0, single=True)
+    call = queue.buckets.take(0.0)
+    assert call and call.lanes[0].tenant == "a"  # neither is ahead: by name
+
+
+def test_priority_orders_a_tenant_alone_and_ages() -> None:
+    queue = Queue(min_batch_size=1, batch_sizes=[2], priority_ms=1000, tenants={"other": {}})
+    (low,) = queue.put(now=0.0, single=True)
+    (high,) = queue.put(now=0.5, priority=1, single=True)
+    (late,) = queue.put(now=2.0, priority=1, single=True)
+    order = [queue.buckets.take(3.0) for _ in range(3)]
+    assert [call.lanes[0] for call in order if call] == [high, low, late]
+
+    queue.put(now=0.0, priority=10, single=True, cost=5.0)
+    queue.put(now=0.0, priority=10, single=True, cost=5.0)
+    queue.put(now=0.0, tenant="other", single=True, cost=5.0)
+    tenants = [call.lanes[0].tenant for _ in range(3) if (call := queue.buckets.take(3.0))]
+    assert tenants.index("other") < 2, "another tenant's priority takes nothing from it"
+
+
+def test_what_the_replica_cannot_hold_is_passed_over_and_keeps_its_place() -> None:
+    queue = Queue(min_batch_size=1)
+    big, *small = queue.put(4)
+
+    def little(lanes: list[Request]) -> int:
+        return 0 if lanes[0] is big else min(len(lanes), 2)
+
+    calls = [queue.buckets.take(0.0, little) for _ in range(3)]
+    assert [call.lanes for call in calls if call] == [small[:2], small[2:]] and calls[2] is None
+    call = queue.buckets.take(0.0)
+    assert call and call.lanes == [big]
+
+
+def test_a_single_is_ripe_at_once_and_never_shares() -> None:
+    queue = Queue(batch_sizes=[2, 4])
+    queue.put(3, single=True)
+    assert [queue.take(0.0) for _ in range(4)] == [(1, 1), (1, 1), (1, 1), None]
+
+
+def test_when_something_ripens_later() -> None:
+    queue = Queue()
+    queue.put(2, now=1.0)
+    queue.put(1, now=1.0, temperature=1.0)
+    assert queue.buckets.ripe_at() == 0.0
+    assert queue.buckets.ripe_at(after=1.0) == 1.0 + WAIT_S

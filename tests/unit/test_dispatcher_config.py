@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tinyloop_serve.dispatcher.config import Config, ConfigError, load, parse
+from tinyloop_serve.dispatcher.config import Config, load, parse
+from tinyloop_serve.dispatcher.readers import ConfigError
 
 FRONT, REPLICA = "ipc:///run/x/front.sock", "ipc:///run/x/r0.sock"
 BASE: dict[str, object] = {"front": FRONT, "replicas": [REPLICA]}
@@ -28,6 +29,8 @@ def test_flags_win_over_the_file_and_other_tables_are_not_ours(tmp_path: Path) -
     assert (config.batch_sizes, config.max_wait_ms, config.max_tokens_bands) == ((2, 8), 7.5, (16, 64))
 
 
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"  # an example key of ZeroMQ RFC 26
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"batch_sizes": [0, 2]}, "batch_sizes[0]", "from 2"),
     ({"batch_sizes": []}, "batch_sizes", "at least one"),
@@ -40,7 +43,17 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_wait_ms": float("nan")}, "max_wait_ms", "a number"),
     ({"max_waiting": 2.5}, "max_waiting", "whole number"),
     ({"loss_ms": 100}, "loss_ms", "more than heartbeat_ms = 250"),
-    ({"cache_modes": [""]}, "cache_modes[0]", "a name"),
+    ({"cache_modes": [""]}, "cache_modes[0]", "one of fp16, int8"),
+    ({"features": ["flying"]}, "features[0]", "one of beam"),
+    ({"poison_losses": 0}, "poison_losses", "from 1"),
+    ({"replica_keys": ["short"]}, "replica_keys[0]", "Z85"),
+    ({"replica_keys": [KEY, KEY.upper()], "replicas": [REPLICA]}, "replica_keys", "one key for all"),
+    ({"tenants": {"a": {"wait": 1}}}, "tenants.a.wait", "weight"),
+    ({"tenants": {"a": {"weight": 0}}}, "tenants.a.weight", "from 0.001"),
+    ({"tenants": {"a": {"keys": ["x"]}}}, "tenants.a.keys[0]", "Z85"),
+    ({"tenants": {"a": {"keys": [KEY]}, "b": {"keys": [KEY]}}}, "tenants.b.keys", "not also of tenant 'a'"),
+    ({"tenants": {"a": {"admin": "yes"}}}, "tenants.a.admin", "true or false"),
+    ({"tenants": {"a": 1}}, "tenants", "[tenants.NAME]"),
     ({"max_waitms": 3}, "max_waitms", "max_wait_ms"),
     ({"front": "tcp://0.0.0.0:5555"}, "front", "loopback"),
     ({"front": "tcp://*:5555"}, "front", "loopback"),
@@ -90,3 +103,21 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
 def test_an_unknown_flag_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="--nope"):
         parse(["--nope"])
+
+
+def test_with_a_key_tcp_may_leave_the_machine() -> None:
+    config = load(BASE | {"front": "tcp://0.0.0.0:5555", "key": "/etc/tinyloop/dispatcher.secret"})
+    assert config.front == "tcp://0.0.0.0:5555"
+
+
+def test_tenants_are_known_by_their_keys(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(
+        f'[dispatcher]\nfront = "{FRONT}"\nreplicas = ["{REPLICA}"]\n'
+        f"[tenants.search]\nkeys = ['{KEY}']\nweight = 3\nadmin = true\n[tenants.local]\nmax_waiting = 5\n"
+    )
+    tenants = parse(["--config", str(file)]).tenants
+    assert tenants.named_by(KEY) == "search" and tenants.named_by("other") is None
+    assert (tenants.of("search").weight, tenants.of("search").admin) == (3.0, True)
+    assert (tenants.of("local").max_waiting, tenants.of("local").admin) == (5, False)
+    assert tenants.of("unheard of").weight == 1.0 and not tenants.of("unheard of").admin
