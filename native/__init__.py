@@ -27,7 +27,7 @@ from tinyloop_serve.native._core import (
     SpeculativeConfig,
     simd_levels,
 )
-from tinyloop_serve.native.calibration import Calibration, calibrate_speculation
+from tinyloop_serve.native.calibration import Calibration, SpeculationBench, calibrate_speculation
 from tinyloop_serve.native.errors import (
     ArtifactError,
     BackendUnavailable,
@@ -58,6 +58,7 @@ __all__ = [
     "PrefixCache",
     "PrefixPool",
     "ResumeHandle",
+    "SpeculationBench",
     "SpeculativeConfig",
     "TinyLoopError",
     "calibrate_speculation",

@@ -34,6 +34,64 @@ class Calibration:
     worthwhile: bool
 
 
+class SpeculationBench:
+    """Times `generate` against `generate_speculative`, greedy, one prompt at a time.
+
+    All candidates run on one prompt before the next, so that a drift of the machine's speed touches them
+    alike. Candidates that draft with as many loops as the request has are left out. Raises ValueError
+    without candidates.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        candidates: Sequence[SpeculativeConfig] = CANDIDATES,
+        *,
+        loops: int = 0,
+        max_tokens: int = 32,
+    ) -> None:
+        if not candidates:
+            raise ValueError("candidates: empty; expected at least one SpeculativeConfig")
+        self._model = model
+        self._config = GenerateConfig(loops=loops, max_tokens=max_tokens, ignore_eos=True)
+        self._candidates = list(candidates)
+        self._speedups: list[list[float]] = [[] for _ in candidates]
+        self._drafted, self._accepted = [0] * len(candidates), [0] * len(candidates)
+        self._prompts = 0
+
+    def measure(self, prompt: Sequence[int]) -> None:
+        """One prompt more. Raises ConfigError or LimitError for a prompt that the model cannot run."""
+        model, config = self._model, self._config
+        if not self._prompts:
+            depth = model.generate(prompt, config).stats.loops  # and warms up
+            fewer = [c for c in self._candidates if c.draft_loops < depth]
+            self._candidates = fewer or self._candidates[:1]
+        begin = time.perf_counter()
+        model.generate(prompt, config)
+        plain = time.perf_counter() - begin
+        for i, candidate in enumerate(self._candidates):
+            begin = time.perf_counter()
+            stats = model.generate_speculative(prompt, candidate, config).stats
+            self._speedups[i].append(plain / (time.perf_counter() - begin))
+            self._drafted[i] += stats.drafted
+            self._accepted[i] += stats.accepted
+        self._prompts += 1
+
+    def verdict(self) -> Calibration:
+        """Of the prompts so far. Raises ValueError without any."""
+        if not self._prompts:
+            raise ValueError("prompts: empty; expected 5 to 10 representative prompts")
+        medians = [statistics.median(values) for values in self._speedups[: len(self._candidates)]]
+        best = max(range(len(medians)), key=medians.__getitem__)
+        return Calibration(
+            best=self._candidates[best],
+            speedup=medians[best],
+            acceptance=self._accepted[best] / max(self._drafted[best], 1),
+            prompts=self._prompts,
+            worthwhile=medians[best] > REQUIRED_SPEEDUP,
+        )
+
+
 def calibrate_speculation(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -42,37 +100,8 @@ def calibrate_speculation(
     loops: int = 0,
     max_tokens: int = 32,
 ) -> Calibration:
-    """Times `generate` against `generate_speculative`, greedy, on every prompt in turn with every candidate.
-
-    All of them run on one prompt before the next, so that a drift of the machine's speed touches them alike.
-    Candidates that draft with as many loops as the request has are left out. Raises ConfigError or LimitError
-    for prompts that the model cannot run, ValueError without prompts or candidates.
-    """
-    if not prompts:
-        raise ValueError("prompts: empty; expected 5 to 10 representative prompts")
-    depth = model.generate(prompts[0], GenerateConfig(loops=loops, max_tokens=1)).stats.loops
-    candidates = [c for c in candidates if c.draft_loops < depth] or list(candidates[:1])
-    if not candidates:
-        raise ValueError("candidates: empty; expected at least one SpeculativeConfig")
-    config = GenerateConfig(loops=loops, max_tokens=max_tokens, ignore_eos=True)
-    speedups: list[list[float]] = [[] for _ in candidates]
-    drafted, accepted = [0] * len(candidates), [0] * len(candidates)
-    model.generate(prompts[0], config)  # warm up
+    """`SpeculationBench` over all of `prompts`; raises what it raises."""
+    bench = SpeculationBench(model, candidates, loops=loops, max_tokens=max_tokens)
     for prompt in prompts:
-        begin = time.perf_counter()
-        model.generate(prompt, config)
-        plain = time.perf_counter() - begin
-        for i, candidate in enumerate(candidates):
-            begin = time.perf_counter()
-            stats = model.generate_speculative(prompt, candidate, config).stats
-            speedups[i].append(plain / (time.perf_counter() - begin))
-            drafted[i], accepted[i] = drafted[i] + stats.drafted, accepted[i] + stats.accepted
-    medians = [statistics.median(values) for values in speedups]
-    best = max(range(len(candidates)), key=medians.__getitem__)
-    return Calibration(
-        best=candidates[best],
-        speedup=medians[best],
-        acceptance=accepted[best] / max(drafted[best], 1),
-        prompts=len(prompts),
-        worthwhile=medians[best] > REQUIRED_SPEEDUP,
-    )
+        bench.measure(prompt)
+    return bench.verdict()

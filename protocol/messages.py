@@ -15,7 +15,7 @@ import msgspec
 
 VERSION = b"TL2"
 
-StopReason = Literal["eos", "stop_sequence", "max_tokens", "cancelled"]
+StopReason = Literal["eos", "stop_sequence", "max_tokens", "grammar", "cancelled"]
 ReplicaState = Literal["starting", "ready", "busy", "draining", "lost"]
 HandleKind = Literal["prefix", "resume", "scaffold"]
 Method = Literal["plain", "speculative", "tree_speculative"]
@@ -331,9 +331,7 @@ class Lane(msgspec.Struct, frozen=True, omit_defaults=True):
     stream: bool = True
     queue_ms: float = 0.0
     method: Method = "plain"
-    handle: str = (
-        ""  # one that this replica holds; for a prefix, `prompt` is the whole prompt, its tokens included
-    )
+    handle: str = ""  # one that this replica holds, to save work; `prompt` is the whole prompt all the same
     done: bytes = (
         b""  # u32: tokens of the answer that the client has; go on after them, with seq and text to match
     )

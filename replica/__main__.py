@@ -2,7 +2,8 @@
 
     exit status 0    stopped by SIGTERM or SIGINT, or the parent process is gone
                 1    failed
-                78   a flag or the artifact is wrong: restarting does not help
+                70   the engine kept failing: start a fresh one
+                78   a flag, the artifact or the memory budget is wrong: restarting does not help
 
 READY is one line on standard output: `READY name=r0 endpoint=ipc:///... startup_ms=200 rss_mb=40.1`.
 """
@@ -18,12 +19,15 @@ from msgspec.structs import replace
 
 from tinyloop_serve import native
 from tinyloop_serve.native import errors
-from tinyloop_serve.protocol.messages import ModelInfo, Ready
-from tinyloop_serve.replica import process
+from tinyloop_serve.protocol.messages import Budget, ModelInfo, Ready
+from tinyloop_serve.replica import budget, process, prompts
 from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
 from tinyloop_serve.replica.executor import Executor
+from tinyloop_serve.replica.handles import HandleStore
+from tinyloop_serve.replica.health import EXIT_ILL, Health
 from tinyloop_serve.replica.server import EndpointTaken, Mailbox, Server
-from tinyloop_serve.replica.session import Session
+from tinyloop_serve.replica.session import LifeSigns, Session
+from tinyloop_serve.replica.speculation import Speculation
 from tinyloop_serve.replica.text import Vocabulary
 
 LAST_STEP_S = 3.0  # for the engine to end a step after it was told to stop
@@ -37,10 +41,15 @@ def main(arguments: list[str]) -> int:
         mailbox = Mailbox()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, mailbox.request_stop)
+        budget.check_file(config)
         model = native.Model(
             config.model, max_seq_len=config.max_seq_len, threads=config.threads, device=config.device
         )
+        shape = model.config
+        allowed = budget.of(model, config, shape.get("max_loops", shape["loops"]))
         vocabulary = _vocabulary(config, model)
+        measured_on = prompts.read(config, model, vocabulary)
+        speculation = Speculation(measured_on, loops=shape["loops"], threshold=config.speculation_threshold)
     except ConfigFault as error:
         return _give_up(str(error), EXIT_CONFIG)
     except errors.TinyLoopError as error:
@@ -52,16 +61,35 @@ def main(arguments: list[str]) -> int:
     except (EndpointTaken, OSError, zmq.ZMQError) as error:
         return _give_up(f"cannot bind {config.endpoint}: {error}", 1)
 
-    executor = Executor(model, vocabulary, config.name, mailbox.post)
-    ready = _announcement(config, model, vocabulary is not None)
+    handles, health = HandleStore(model, config.max_handles), Health()
+    executor = Executor(
+        model,
+        vocabulary,
+        config.name,
+        mailbox.post,
+        handles=handles,
+        speculation=speculation,
+        health=health,
+        give_up=mailbox.give_up,
+    )
+    ready = _announcement(config, model, vocabulary is not None, allowed)
     session = Session(
         executor,
-        announce=lambda: replace(ready, memory_bytes=process.resident_bytes()),
-        life_signs=lambda: (model.step_counter, process.resident_bytes()),
+        announce=lambda: replace(
+            ready,
+            memory_bytes=process.resident_bytes(),
+            calibration=speculation.calibration,
+            handles=handles.held,
+        ),
+        life_signs=lambda: LifeSigns(model.step_counter, process.resident_bytes(), health.text),
     )
     _say_ready(config)
     server.run(session, config.drain_s)
     server.close()
+    if mailbox.given_up:
+        _give_up(health.text, EXIT_ILL)
+        sys.stderr.flush()
+        os._exit(EXIT_ILL)  # whatever is wrong with the engine must not keep us from ending
     if not executor.stop(LAST_STEP_S):
         os._exit(0)  # the thread is inside the engine: the interpreter must not be torn down under it
     model.close()
@@ -78,7 +106,7 @@ def _vocabulary(config: Config, model: native.Model) -> Vocabulary | None:
         raise ConfigFault(f"{config.model}: metadata.tokenizer: {error}") from error
 
 
-def _announcement(config: Config, model: native.Model, has_tokenizer: bool) -> Ready:
+def _announcement(config: Config, model: native.Model, has_tokenizer: bool, allowed: Budget) -> Ready:
     shape = model.config
     info = ModelInfo(
         name=os.path.basename(config.model).removesuffix(".tinyloop"),
@@ -98,6 +126,7 @@ def _announcement(config: Config, model: native.Model, has_tokenizer: bool) -> R
         model=info,
         tokenizer=model.metadata.get("tokenizer", ""),
         add_bos=shape["bos_id"] if shape.get("add_bos") else -1,
+        budget=allowed,
     )
 
 

@@ -35,12 +35,20 @@ class Answer:
         self.cancelled = False  # asked for; takes effect with the next token
         self.stop_reason: StopReason | None = None  # set: no more tokens are wanted
         self.ended = False  # its final part is out
-        self.count = 0  # tokens so far
+        self.count = 0  # tokens so far, those that the client had before included
+        self._first = 0  # index of the first token that we send
         self._eos_ids = () if lane.ignore_eos else eos_ids
         self._text = RequestText(vocabulary, lane.stop)
         self._recent: deque[int] = deque(maxlen=max(map(len, lane.stop_tokens), default=0))
         self._unsent: list[int] = []  # of an answer that is not streamed
         self._unsent_text = ""
+
+    def prime(self, tokens: Iterable[int]) -> None:
+        """The answer's first tokens, which the client has already: text and stops go on after them."""
+        for token in tokens:
+            self._text.push(token)
+            self._count(token)
+        self._first = self.count
 
     def wants_more(self) -> bool:
         """Whether the engine should go on with it."""
@@ -49,9 +57,7 @@ class Answer:
     def take(self, token: int) -> list[Part]:
         """The next token. Decides whether the answer stops with it."""
         seq, text = self.count, self._text.push(token)
-        self.count += 1
-        self._recent.append(token)
-        self.stop_reason = self._why_stop(token)
+        self._count(token)
         if self.lane.stream:
             return [self._tokens(seq, [token], text)]
         self._unsent.append(token)
@@ -63,7 +69,7 @@ class Answer:
         `reason`. Raises `LimitExceeded` when they are too large for a message."""
         rest, parts = self._text.flush(), []
         if self._unsent:
-            parts, rest = [self._tokens(0, self._unsent, self._unsent_text + rest)], ""
+            parts, rest = [self._tokens(self._first, self._unsent, self._unsent_text + rest)], ""
         done = Done(id=self.lane.id, stop_reason=self.stop_reason or reason, text=rest, stats=stats)
         parts.append(Part(self.lane.key, 0, True, TO_CLIENT.encode_body(done)))
         self.ended = True  # last: what cannot be encoded has not ended
@@ -74,6 +80,11 @@ class Answer:
         part = Part(self.lane.key, 0, True, TO_CLIENT.encode_body(failed_from(error, self.lane.id)))
         self.ended = True
         return [part]
+
+    def _count(self, token: int) -> None:
+        self.count += 1
+        self._recent.append(token)
+        self.stop_reason = self._why_stop(token)
 
     def _why_stop(self, token: int) -> StopReason | None:
         if token in self._eos_ids:

@@ -27,6 +27,11 @@ class Config:
     threads: int = 0  # of the engine; 0 = TINYLOOP_THREADS, else all cores
     max_seq_len: int = 0  # 0 = the model's
     device: str = "cpu"
+    memory_mib: int = 0  # the budget for weights, handles and caches; 0 = what is free
+    max_handles: int = 8  # prefixes, resume handles and scaffolds together
+    speculation: str = "auto"  # "auto": measured at the start; "off"
+    calibration_prompts: str = ""  # file with a prompt per line; "" = our own
+    speculation_threshold: float = 1.3  # times as fast as plain decoding, or it is switched off
     drain_s: float = 2.0  # how long a run may go on after SIGTERM
     parent: int = 0  # process id of the supervisor we die with; 0 = none
 
@@ -47,6 +52,39 @@ def parse(arguments: Sequence[str]) -> Config:
     parser.add_argument("--threads", type=_count, default=0, metavar="N", help="0 = all cores (default)")
     parser.add_argument(
         "--max-seq-len", type=_count, default=0, metavar="N", help="0 = the model's (default)"
+    )
+    parser.add_argument(
+        "--memory-mib",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="budget for weights, handles and caches; too little: exit status 78 (0 = what is free)",
+    )
+    parser.add_argument(
+        "--max-handles",
+        type=_count,
+        default=8,
+        metavar="N",
+        help="prefixes, resume handles and scaffolds held at once; the least recently used goes (default 8)",
+    )
+    parser.add_argument(
+        "--speculation",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto: measured at the start, on where it pays",
+    )
+    parser.add_argument(
+        "--calibration-prompts",
+        default="",
+        metavar="FILE",
+        help="5 to 10 prompts to measure speculation on, one per line",
+    )
+    parser.add_argument(
+        "--speculation-threshold",
+        type=_factor,
+        default=1.3,
+        metavar="X",
+        help="off unless it is more than X times as fast (default 1.3)",
     )
     parser.add_argument("--device", default="cpu", help="cpu (default)")
     parser.add_argument(
@@ -98,3 +136,13 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 86_400:
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; expected seconds from 0 to 86400")
     return seconds
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = -1.0
+    if not 0 <= factor <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; expected a number from 0 to 1000")
+    return factor

@@ -1,9 +1,9 @@
-"""The decoding thread: engine calls, one at a time, each step's frames handed on as they come.
+"""The decoding thread: what it does next, one thing at a time, and what it has to say.
 
-The thread owns the engine and the answers of the run it works on. The message loop hands it a `Job` and may
-mark lanes cancelled; it gets `Outcome`s back through `post`, which must not block. Whatever happens in a
-run, every lane gets exactly one final part, and its last outcome, and no other, is `idle`. This file must
-not know sockets.
+The thread owns the engine, the handles and the answers of the run it works on. The message loop hands it a
+`Job`, a `Building` or a `Drop` and may mark lanes cancelled; it gets `Outcome`s back through `post`, which
+must not block. Whatever happens in a run, every lane gets exactly one final part, and its last outcome, and
+no other, is `idle`. This file must not know sockets.
 """
 
 from __future__ import annotations
@@ -12,42 +12,20 @@ import contextlib
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from tinyloop_serve.native import GenerateConfig, errors
+from tinyloop_serve.native import GenerateConfig, Model
 from tinyloop_serve.protocol.codec import tokens_from_bytes
-from tinyloop_serve.protocol.errors import (
-    EngineFailed,
-    InvalidRequest,
-    LimitExceeded,
-    ModeRefused,
-    TinyLoopError,
-)
-from tinyloop_serve.protocol.messages import Lane, Run, Sampling, Stats, Step, StopReason
+from tinyloop_serve.protocol.errors import EngineFailed
+from tinyloop_serve.protocol.messages import Build, Built, Calibrated, Drop, Run, Step
 from tinyloop_serve.replica.answer import Answer, Part, step_of
+from tinyloop_serve.replica.decoder import REFUSALS, Decoder, refusal_of
+from tinyloop_serve.replica.handles import HandleStore
+from tinyloop_serve.replica.health import PROBE_S, Health
+from tinyloop_serve.replica.speculation import Speculation
 from tinyloop_serve.replica.text import Vocabulary
-
-
-class Engine(Protocol):
-    """What is used of `native.Model`; not re-entrant, but `step_counter` may be read from any thread."""
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-    @property
-    def step_counter(self) -> int: ...
-    def cache_bytes(self, tokens: int, cache_mode: str, loops: int) -> int: ...
-    def generate_stream(
-        self, prompt: Sequence[int], config: GenerateConfig, on_token: Callable[[int, int], bool | None]
-    ) -> Any: ...
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        config: list[GenerateConfig],
-        on_step: Callable[[list[int | None]], list[int] | bool | None],
-    ) -> list[Any]: ...
 
 
 class Job:
@@ -68,194 +46,168 @@ class Job:
                 answer.cancelled = True
 
 
+class Building:
+    """A `Build` on its way. `give_up` may be called from any thread: then the handle is not kept."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self._given_up = threading.Event()
+        self.give_up = self._given_up.set
+        self.given_up = self._given_up.is_set
+
+
 class Outcome(NamedTuple):
-    job: Job
-    step: Step
+    """What the thread has to say: a `Step` of a job, `Built` of a building, or news of its own."""
+
+    work: Job | Building | None
+    message: Step | Built | Calibrated
     payloads: list[bytes]
 
 
 class Executor:
     def __init__(
-        self, engine: Engine, vocabulary: Vocabulary | None, name: str, post: Callable[[Outcome], None]
+        self,
+        engine: Model,
+        vocabulary: Vocabulary | None,
+        name: str,
+        post: Callable[[Outcome], None],
+        *,
+        handles: HandleStore,
+        speculation: Speculation,
+        health: Health,
+        give_up: Callable[[], None],
     ) -> None:
+        """`give_up` is called when the engine is past hope; like `post` it must not block."""
         self._engine = engine
         self._vocabulary = vocabulary
         self._eos_ids = frozenset(engine.config["eos_ids"])
-        self._name = name  # of the replica, for the stats
         self._post = post
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._handles = handles
+        self._speculation = speculation
+        self._health = health
+        self._give_up = give_up
+        self._decoder = Decoder(engine, handles, speculation, name, self._hand_on)
+        self._todo: queue.SimpleQueue[Job | Building | Drop | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="decode", daemon=True)
         self._thread.start()
 
     def submit(self, run: Run) -> Job:
         job = Job(run, self._vocabulary, self._eos_ids)
-        self._jobs.put(job)
+        self._todo.put(job)
         return job
+
+    def build(self, build: Build) -> Building:
+        building = Building(build)
+        self._todo.put(building)
+        return building
+
+    def drop(self, drop: Drop) -> None:
+        self._todo.put(drop)
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the jobs it has; False when it is still inside the engine after
         `timeout_s`."""
-        self._jobs.put(None)
+        self._todo.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    # ------------------------------------------------------------------ the thread
+
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            parts = self._carry_out(job)
-            self._hand_on(job, parts, idle=True)
+        while (work := self._next()) is not None:
+            if isinstance(work, Job):
+                parts = self._carry_out(work)
+                self._hand_on(work, parts, idle=True)
+            elif isinstance(work, Building):
+                self._build(work)
+            else:
+                self._handles.drop(work.handles)
+
+    def _next(self) -> Job | Building | Drop | None:
+        """The next thing to do; while there is none, speculation is measured and an ill engine tried."""
+        while True:
+            try:
+                wait_s = PROBE_S if self._health.ill and not self._health.hopeless else None
+                return self._todo.get(block=not self._speculation.pending, timeout=wait_s)
+            except queue.Empty:
+                if self._speculation.pending:
+                    self._calibrate()
+                else:
+                    self._probe()
+
+    def _calibrate(self) -> None:
+        try:
+            self._speculation.measure_one(self._engine)
+        except Exception as error:
+            self._engine_failed(error)
+        if self._speculation.calibration:
+            self._post(Outcome(None, Calibrated(self._speculation.calibration), []))
+
+    def _probe(self) -> None:
+        try:
+            self._engine.generate([0], GenerateConfig(max_tokens=1))
+        except Exception as error:
+            self._engine_failed(error)
+            if self._health.hopeless:
+                self._give_up()
+        else:
+            self._health.succeeded()
+
+    def _build(self, building: Building) -> None:
+        if building.given_up():
+            return
+        handle = building.build.handle
+        try:
+            size, evicted = self._handles.build(building.build)
+            built = Built(handle, bytes=size, evicted=evicted)
+        except REFUSALS as error:
+            refusal = refusal_of(error)
+            built = Built(handle, code=refusal.code, message=str(refusal))
+        except Exception as error:
+            self._engine_failed(error)
+            built = Built(handle, code=EngineFailed.code, message=f"{type(error).__name__}: {error}")
+        if building.given_up():
+            self._handles.drop([handle])
+        self._post(Outcome(building, built, []))
+
+    def _engine_failed(self, error: Exception) -> None:
+        with contextlib.suppress(OSError):  # nobody may be left to read it
+            traceback.print_exception(error, file=sys.stderr)
+        self._health.failed(f"{type(error).__name__}: {error}")
 
     def _carry_out(self, job: Job) -> list[Part]:
         """Runs the job; returns the parts that end it."""
-        parts = [part for answer in job.answers if answer.cancelled for part in self._never_ran(answer)]
+        decoder = self._decoder
+        parts = [part for answer in job.answers if answer.cancelled for part in decoder.never_ran(answer)]
+        for answer in job.answers:
+            if not answer.ended:
+                answer.prime(tokens_from_bytes(answer.lane.done))
+                parts += [] if answer.wants_more() else decoder.had_ended(answer)
         answers = [answer for answer in job.answers if not answer.ended]
         try:
             if len(answers) > 1:
                 try:
-                    return parts + self._batch(job, answers)
-                except (errors.ConfigError, errors.LimitError, errors.ModeError):
+                    parts += decoder.batch(job, answers)
+                    self._health.succeeded()
+                    return parts
+                except REFUSALS:
                     # Refused before any work, for one lane's sake: the others must not pay for it.
-                    if any(answer.count for answer in answers):
+                    if any(answer.count > len(answer.lane.done) // 4 for answer in answers):
                         raise
             for answer in answers:
                 self._hand_on(job, parts)
+                parts = []
                 try:
-                    parts = self._stream(job, answer)
-                except (errors.ConfigError, errors.LimitError, errors.ModeError) as error:
-                    parts = answer.fail(_refusal(error))
+                    parts = decoder.single(job, answer)
+                except REFUSALS as error:
+                    parts = answer.fail(refusal_of(error))
+            self._health.succeeded()
         except Exception as error:
-            with contextlib.suppress(OSError):  # nobody may be left to read it
-                traceback.print_exc(file=sys.stderr)
+            self._engine_failed(error)
             failed = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
             parts += [part for answer in answers if not answer.ended for part in answer.fail(failed)]
         return parts
 
-    def _stream(self, job: Job, answer: Answer) -> list[Part]:
-        def on_token(token: int, position: int) -> bool:
-            self._hand_on(job, answer.take(token))
-            return answer.wants_more()
-
-        lane = answer.lane
-        prompt = tokens_from_bytes(lane.prompt)
-        generation = self._engine.generate_stream(prompt, _config(job.run.sampling, lane), on_token)
-        return _end(answer, generation.stats.stop_reason, self._stats(generation.stats, lane, 1))
-
-    def _batch(self, job: Job, answers: list[Answer]) -> list[Part]:
-        started = time.monotonic()
-        first_token_ms = 0.0
-
-        def on_step(tokens: list[int | None]) -> list[int] | None:
-            nonlocal first_token_ms
-            now_ms = (time.monotonic() - started) * 1000
-            first_token_ms = first_token_ms or now_ms
-            parts: list[Part] = []
-            stopping: list[int] = []
-            try:
-                for index, token in enumerate(tokens):
-                    answer = answers[index]
-                    if token is None or not answer.wants_more():
-                        continue
-                    parts += answer.take(token)
-                    if not answer.wants_more():
-                        stopping.append(index)
-                if any(answer.wants_more() for answer in answers):  # the others go on: no waiting for them
-                    for index in stopping:
-                        parts += self._end_early(job, answers[index], len(answers), first_token_ms, now_ms)
-            finally:
-                self._hand_on(job, parts)
-            return stopping or None
-
-        prompts = [tokens_from_bytes(answer.lane.prompt) for answer in answers]
-        configs = [_config(job.run.sampling, answer.lane) for answer in answers]
-        generations = self._engine.generate_batch(prompts, configs, on_step)
-        return [
-            part
-            for answer, generation in zip(answers, generations, strict=True)
-            if not answer.ended
-            for part in _end(
-                answer,
-                generation.stats.stop_reason,
-                self._stats(generation.stats, answer.lane, len(answers)),
-            )
-        ]
-
-    def _end_early(
-        self, job: Job, answer: Answer, batch_size: int, first_token_ms: float, now_ms: float
-    ) -> list[Part]:
-        """Ends a lane before its batch: the engine's stats come later, so its times are those seen here."""
-        lane, sampling = answer.lane, job.run.sampling
-        prompt_tokens = len(lane.prompt) // 4
-        stats = Stats(
-            prompt_tokens=prompt_tokens,
-            generated_tokens=answer.count,
-            loops=sampling.loops,
-            prefill_ms=first_token_ms,
-            first_token_ms=first_token_ms,
-            decode_ms=now_ms - first_token_ms,
-            cache_bytes=self._engine.cache_bytes(
-                prompt_tokens + lane.max_tokens, sampling.cache_mode, sampling.loops
-            ),
-            queue_ms=lane.queue_ms,
-            batch_size=batch_size,
-            replica=self._name,
-        )
-        return _end(answer, "cancelled", stats)
-
-    def _never_ran(self, answer: Answer) -> list[Part]:
-        """Ends a lane that was cancelled before its run began."""
-        lane = answer.lane
-        stats = Stats(prompt_tokens=len(lane.prompt) // 4, queue_ms=lane.queue_ms, replica=self._name)
-        return _end(answer, "cancelled", stats)
-
-    def _stats(self, engine: Any, lane: Lane, batch_size: int) -> Stats:
-        return Stats(
-            prompt_tokens=engine.prompt_tokens,
-            generated_tokens=engine.generated_tokens,
-            loops=engine.loops,
-            prefill_ms=engine.prefill_ms,
-            first_token_ms=engine.first_token_ms,
-            decode_ms=engine.decode_ms,
-            cache_bytes=engine.cache_bytes,
-            queue_ms=lane.queue_ms,
-            batch_size=batch_size,
-            replica=self._name,
-        )
-
     def _hand_on(self, job: Job, parts: list[Part], *, idle: bool = False) -> None:
         if parts or idle:
             self._post(Outcome(job, *step_of(job.run.run, parts, idle=idle)))
-
-
-def _end(answer: Answer, reason: StopReason, stats: Stats) -> list[Part]:
-    try:
-        return answer.finish(reason, stats)
-    except TinyLoopError as error:  # too large for one message: this lane's fault alone
-        return answer.fail(error)
-
-
-def _config(sampling: Sampling, lane: Lane) -> GenerateConfig:
-    return GenerateConfig(
-        loops=sampling.loops,
-        max_tokens=lane.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=lane.seed,
-        stop_sequences=[list(stop) for stop in lane.stop_tokens],
-        cache_mode=sampling.cache_mode,
-        cache_window=sampling.cache_window,
-        beam_size=sampling.beam_size,
-        ignore_eos=lane.ignore_eos,
-    )
-
-
-def _refusal(error: errors.TinyLoopError) -> TinyLoopError:
-    """The engine's refusal as the client sees it, in the protocol's terms."""
-    kinds = {errors.LimitError: LimitExceeded, errors.ModeError: ModeRefused}
-    kind = kinds.get(type(error), InvalidRequest)
-    message, field = (
-        text.replace("stop_sequences", "stop_tokens") for text in (str(error), error.field or "")
-    )
-    value = "" if error.value is None else str(error.value)
-    return kind(message, field=field, value=value, accepted=error.accepted or "")

@@ -40,6 +40,7 @@ class Mailbox:
     def __init__(self) -> None:
         self.fd, self._wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.stop_requested = False
+        self.given_up = False  # the engine is past hope: end, and let the supervisor start afresh
         self._outcomes: deque[Outcome] = deque()
 
     def post(self, outcome: Outcome) -> None:
@@ -48,6 +49,10 @@ class Mailbox:
 
     def request_stop(self, *_: object) -> None:
         self.stop_requested = True
+        self._wake()
+
+    def give_up(self) -> None:
+        self.given_up = True
         self._wake()
 
     def collect(self) -> list[Outcome]:
@@ -93,6 +98,8 @@ class Server:
         poller.register(self._mailbox.fd, zmq.POLLIN)
         leave_at = FOREVER
         while True:
+            if self._mailbox.given_up:
+                break
             if self._mailbox.stop_requested:
                 leave_at = min(leave_at, time.monotonic() + drain_s)
                 if not session.busy or time.monotonic() >= leave_at:
@@ -100,7 +107,7 @@ class Server:
             poller.poll(_milliseconds_until(leave_at))
             for outcome in self._mailbox.collect():
                 if (peer := session.relay(outcome)) is not None:
-                    self._send(session, peer, outcome.step, outcome.payloads)
+                    self._send(session, peer, outcome.message, outcome.payloads)
             self._receive(session)
         for peer, message in session.leave():
             self._send(session, peer, message)

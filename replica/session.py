@@ -9,10 +9,12 @@ is not kept, or the former run is still being cancelled) waits its turn.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tinyloop_serve.protocol.messages import (
+    Build,
     CancelLanes,
+    Drop,
     FromReplica,
     Goodbye,
     Hello,
@@ -20,35 +22,44 @@ from tinyloop_serve.protocol.messages import (
     Pong,
     Ready,
     Run,
+    Step,
     ToReplica,
 )
-from tinyloop_serve.replica.executor import Job, Outcome
+from tinyloop_serve.replica.executor import Building, Job, Outcome
 
 Reply = tuple[bytes, FromReplica]
 
 
+class LifeSigns(NamedTuple):
+    step_counter: int  # the engine's
+    memory_bytes: int  # resident
+    health: str  # "ok", or what is wrong
+
+
 class Jobs(Protocol):
     def submit(self, run: Run) -> Job: ...
+    def build(self, build: Build) -> Building: ...
+    def drop(self, drop: Drop) -> None: ...
 
 
 class Session:
-    """`announce` describes this replica now; `life_signs` are the engine's step counter and the resident
-    bytes."""
+    """`announce` describes this replica now, the handles it holds included."""
 
     def __init__(
-        self, jobs: Jobs, announce: Callable[[], Ready], life_signs: Callable[[], tuple[int, int]]
+        self, jobs: Jobs, announce: Callable[[], Ready], life_signs: Callable[[], LifeSigns]
     ) -> None:
         self._jobs = jobs
         self._announce = announce
         self._life_signs = life_signs
         self._peer: bytes | None = None  # routing id of the dispatcher
         self._live: list[Job] = []  # running or waiting, the dispatcher's and those it gave up
-        self._wanted: set[Job] = set()  # of the live ones, those whose frames the dispatcher waits for
+        self._wanted: set[Job | Building] = set()  # of the live ones, and of handles being built: those
+        # whose outcome the dispatcher waits for
 
     @property
     def busy(self) -> bool:
         """Somebody still waits for a run to end."""
-        return bool(self._wanted)
+        return any(isinstance(work, Job) for work in self._wanted)
 
     def handle(self, peer: bytes, message: ToReplica) -> list[Reply]:
         """The answers to `message`, each with the routing id it goes to."""
@@ -62,8 +73,13 @@ class Session:
                 self._live.append(job)
                 self._wanted.add(job)
             case CancelLanes():
-                for job in self._wanted:
-                    job.cancel(message.keys)
+                for work in self._wanted:
+                    if isinstance(work, Job):
+                        work.cancel(message.keys)
+            case Build():
+                self._wanted.add(self._jobs.build(message))
+            case Drop():
+                self._jobs.drop(message)
             case Ping():
                 return [(peer, self._pong(message))]
             case Goodbye():
@@ -72,10 +88,15 @@ class Session:
 
     def relay(self, outcome: Outcome) -> bytes | None:
         """Where the frames of `outcome` go; None: nobody waits for them."""
-        wanted = outcome.job in self._wanted
-        if outcome.step.idle:
-            self._live.remove(outcome.job)
-            self._wanted.discard(outcome.job)
+        work = outcome.work
+        if work is None:
+            return self._peer
+        wanted = work in self._wanted
+        if isinstance(work, Building):
+            self._wanted.discard(work)
+        elif isinstance(outcome.message, Step) and outcome.message.idle:
+            self._live.remove(work)
+            self._wanted.discard(work)
         return self._peer if wanted else None
 
     def lost(self, peer: bytes) -> None:
@@ -84,8 +105,12 @@ class Session:
             self.abandon()
 
     def abandon(self) -> None:
-        """Nobody is left to work for."""
+        """Nobody is left to work for. Handles stay: the next dispatcher learns of them by `Ready`; those
+        that are still being built it could not know, so they are not kept."""
         self._peer = None
+        for work in self._wanted:
+            if isinstance(work, Building):
+                work.give_up()
         self._wanted.clear()
         for job in self._live:
             job.cancel()
@@ -103,6 +128,6 @@ class Session:
         return [*farewell, (peer, self._announce())]
 
     def _pong(self, ping: Ping) -> Pong:
-        step_counter, memory_bytes = self._life_signs()
+        signs = self._life_signs()
         running = sum(job.live for job in self._live)
-        return Pong(n=ping.n, step_counter=step_counter, running=running, memory_bytes=memory_bytes)
+        return Pong(ping.n, signs.step_counter, running, signs.memory_bytes, signs.health)

@@ -44,6 +44,10 @@ class Vocabulary:
     def has_text(self, token: int) -> bool:
         return token not in self._hidden and self._tokenizer.id_to_token(token) is not None
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, nothing added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a whole sequence; the reference for what a detokeniser shows piece by piece."""
         return self.decode_visible([token for token in tokens if self.has_text(token)])

@@ -26,10 +26,14 @@ from tinyloop_serve.protocol.messages import (
     Lane,
     Run,
     Sampling,
+    Step,
     ToClient,
     Tokens,
 )
 from tinyloop_serve.replica.executor import Executor, Job, Outcome
+from tinyloop_serve.replica.handles import HandleStore
+from tinyloop_serve.replica.health import Health
+from tinyloop_serve.replica.speculation import Speculation
 from tinyloop_serve.replica.text import Vocabulary
 
 EOS = 256
@@ -119,6 +123,11 @@ class ScriptedEngine:
             generated_tokens=len(tokens),
             loops=config.loops,
             cache_bytes=7,
+            prefix_tokens=0,
+            loops_skipped=0,
+            drafted=0,
+            accepted=0,
+            mean_loops=float(config.loops),
         )
         return SimpleNamespace(tokens=tokens, stats=stats)
 
@@ -129,7 +138,19 @@ class Bench:
     def __init__(self, script: Script, with_text: bool = True) -> None:
         self.engine = ScriptedEngine(script)
         self.posted: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.executor = Executor(self.engine, vocabulary() if with_text else None, "r0", self.posted.put)
+        self.given_up = threading.Event()
+        self.health = Health()
+        self.handles = HandleStore(self.engine, max_handles=2)
+        self.executor = Executor(
+            self.engine,  # type: ignore[arg-type]
+            vocabulary() if with_text else None,
+            "r0",
+            self.posted.put,
+            handles=self.handles,
+            speculation=Speculation([], loops=4, threshold=1.3),
+            health=self.health,
+            give_up=self.given_up.set,
+        )
 
     def run(self, *lanes: Lane, before: Callable[[Job], None] | None = None) -> dict[int, list[ToClient]]:
         """The messages of each lane's client. Checks what holds for every run."""
@@ -143,7 +164,8 @@ class Bench:
         finals: list[int] = []
         while True:
             outcome = self.posted.get(timeout=10)
-            step = outcome.step
+            step = outcome.message
+            assert isinstance(step, Step)
             frames = FROM_REPLICA.encode(step, outcome.payloads)
             assert FROM_REPLICA.decode(frames) == step
             assert step.run == 7
@@ -218,6 +240,14 @@ def test_one_lane_is_streamed_token_by_token() -> None:
         "queue_ms": 5.0,
         "batch_size": 1,
         "replica": "r0",
+        "prefix_tokens": 0,
+        "loops_skipped": 0,
+        "drafted": 0,
+        "accepted": 0,
+        "mean_loops": 4.0,
+        "method": "plain",
+        "method_reason": "",
+        "failovers": 0,
     }
 
 
@@ -255,15 +285,17 @@ def test_lanes_of_a_batch_share_their_steps_and_end_each_in_its_own_time() -> No
     lanes = [lane(1), lane(2), lane(3, max_tokens=20)]
     job = bench.executor.submit(Run(run=7, sampling=Sampling(loops=4), lanes=tuple(lanes), batch_size=4))
     first = bench.posted.get(timeout=10)
-    assert first.step.keys == (1, 2, 3) and first.step.tokens == (1, 1, 1)
-    second, third = bench.posted.get(timeout=10), bench.posted.get(timeout=10)
-    assert second.step.final == (False,) * 3
-    assert third.step.keys == (1, 2, 3, 2) and third.step.final == (False, False, False, True)
-    early = TO_CLIENT.decode([VERSION, third.payloads[3]])
+    assert isinstance(first.message, Step)
+    assert first.message.keys == (1, 2, 3) and first.message.tokens == (1, 1, 1)
+    second, (_, third, payloads) = bench.posted.get(timeout=10).message, bench.posted.get(timeout=10)
+    assert isinstance(second, Step) and isinstance(third, Step)
+    assert second.final == (False,) * 3
+    assert third.keys == (1, 2, 3, 2) and third.final == (False, False, False, True)
+    early = TO_CLIENT.decode([VERSION, payloads[3]])
     assert isinstance(early, Done) and early.stop_reason == "eos"
     assert early.stats.generated_tokens == 3 and early.stats.batch_size == 3
     assert early.stats.cache_bytes == 1030 and early.stats.loops == 4
-    while not bench.posted.get(timeout=10).step.idle:
+    while not bench.posted.get(timeout=10).message.idle:  # type: ignore[union-attr]
         pass
     assert job.live == 0 and bench.engine.calls == ["batch3"]
 
@@ -329,7 +361,7 @@ def test_a_lane_cancelled_before_its_run_never_reaches_the_engine() -> None:
     waiting = bench.executor.submit(Run(run=7, sampling=Sampling(), lanes=lanes))
     waiting.cancel()
     hold.set()
-    while not bench.posted.get(timeout=10).step.idle:
+    while not bench.posted.get(timeout=10).message.idle:  # type: ignore[union-attr]
         pass
     assert blocker.live == 0
     heard = bench.answers(lanes)

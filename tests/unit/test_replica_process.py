@@ -90,9 +90,12 @@ def test_flags_become_the_configuration() -> None:
     )
     given = parse(
         "--model m --endpoint tcp://127.0.0.1:5000 --name a --threads 3 --max-seq-len 64 --device cpu"
-        " --drain-s 0.5 --die-with-parent 12".split()
+        " --drain-s 0.5 --die-with-parent 12 --memory-mib 100 --max-handles 2 --speculation off"
+        " --calibration-prompts p.txt --speculation-threshold 1.5".split()
     )
-    assert given == Config("m", "tcp://127.0.0.1:5000", "a", 3, 64, "cpu", 0.5, 12)
+    assert given == Config(
+        "m", "tcp://127.0.0.1:5000", "a", 3, 64, "cpu", 100, 2, "off", "p.txt", 1.5, 0.5, 12
+    )
 
 
 @pytest.mark.parametrize(

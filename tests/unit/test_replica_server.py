@@ -13,6 +13,8 @@ import zmq
 from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_REPLICA
 from tinyloop_serve.protocol.messages import (
     VERSION,
+    Build,
+    Drop,
     FromReplica,
     Goodbye,
     Hello,
@@ -28,9 +30,9 @@ from tinyloop_serve.protocol.messages import (
     ToReplica,
 )
 from tinyloop_serve.replica.answer import step_of
-from tinyloop_serve.replica.executor import Job, Outcome
+from tinyloop_serve.replica.executor import Building, Job, Outcome
 from tinyloop_serve.replica.server import EndpointTaken, Mailbox, Server
-from tinyloop_serve.replica.session import Session
+from tinyloop_serve.replica.session import LifeSigns, Session
 
 READY = Ready("r0", 1, "cpu", ModelInfo("m", "f", 10, 4, 8, 100))
 
@@ -40,10 +42,19 @@ class HandDecoded:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
+        self.builds: list[Building] = []
+        self.dropped: list[Drop] = []
 
     def submit(self, run: Run) -> Job:
         self.jobs.append(Job(run, None, frozenset()))
         return self.jobs[-1]
+
+    def build(self, build: Build) -> Building:
+        self.builds.append(Building(build))
+        return self.builds[-1]
+
+    def drop(self, drop: Drop) -> None:
+        self.dropped.append(drop)
 
 
 class Replica:
@@ -54,7 +65,7 @@ class Replica:
         self.mailbox = Mailbox()
         self.work = HandDecoded()
         server = Server(endpoint, self.mailbox)
-        session = Session(self.work, announce=lambda: READY, life_signs=lambda: (5, 6))
+        session = Session(self.work, announce=lambda: READY, life_signs=lambda: LifeSigns(5, 6, "ok"))
 
         def serve() -> None:
             server.run(session, drain_s)

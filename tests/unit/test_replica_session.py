@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tinyloop_serve.protocol.messages import (
+    Build,
     CancelLanes,
+    Drop,
     Goodbye,
     Hello,
     Lane,
@@ -15,8 +17,8 @@ from tinyloop_serve.protocol.messages import (
     Sampling,
     Step,
 )
-from tinyloop_serve.replica.executor import Job, Outcome
-from tinyloop_serve.replica.session import Session
+from tinyloop_serve.replica.executor import Building, Job, Outcome
+from tinyloop_serve.replica.session import LifeSigns, Session
 
 READY = Ready("r0", 1, "cpu", ModelInfo("m", "f", 10, 4, 8, 100))
 OLD, NEW = b"old", b"new"
@@ -27,15 +29,24 @@ class Submitted:
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
+        self.builds: list[Building] = []
+        self.dropped: list[Drop] = []
 
     def submit(self, run: Run) -> Job:
         self.jobs.append(Job(run, None, frozenset()))
         return self.jobs[-1]
 
+    def build(self, build: Build) -> Building:
+        self.builds.append(Building(build))
+        return self.builds[-1]
+
+    def drop(self, drop: Drop) -> None:
+        self.dropped.append(drop)
+
 
 def session() -> tuple[Session, Submitted]:
     jobs = Submitted()
-    return Session(jobs, announce=lambda: READY, life_signs=lambda: (42, 1000)), jobs
+    return Session(jobs, announce=lambda: READY, life_signs=lambda: LifeSigns(42, 1000, "ok")), jobs
 
 
 def run(*keys: int) -> Run:

@@ -1,0 +1,312 @@
+"""What a replica does with the real engine beside plain runs: handles, answers that go on, speculation, its
+memory budget, its health. Catches: tokens or text that change when an answer moves to another replica, a cap
+that is not kept, an ill engine that goes on taking work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_replica_process import byte_level_tokenizer, write_model
+from tinyloop_serve.native import Model
+from tinyloop_serve.native.errors import OutOfMemoryError
+from tinyloop_serve.protocol.codec import TO_CLIENT, tokens_from_bytes, tokens_to_bytes
+from tinyloop_serve.protocol.messages import (
+    VERSION,
+    Build,
+    Built,
+    Calibrated,
+    Calibration,
+    Done,
+    Drop,
+    Failed,
+    Lane,
+    Run,
+    Sampling,
+    Stats,
+    Step,
+    Tokens,
+)
+from tinyloop_serve.protocol.modes import CACHE_MODES
+from tinyloop_serve.replica import budget
+from tinyloop_serve.replica.config import Config, ConfigFault, parse
+from tinyloop_serve.replica.executor import Executor, Outcome
+from tinyloop_serve.replica.handles import HandleStore
+from tinyloop_serve.replica.health import MOST_FAILURES, Health
+from tinyloop_serve.replica.speculation import Speculation
+from tinyloop_serve.replica.text import Vocabulary
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = write_model(tmp_path_factory.mktemp("model") / "tiny.tinyloop", byte_level_tokenizer())
+    with Model(path, threads=1) as loaded:
+        yield loaded
+
+
+class Bench:
+    """A decoding thread over a real model."""
+
+    def __init__(self, model: Any, *, prompts: list[list[int]] | None = None, threshold: float = 1.3) -> None:
+        self.posted: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.health, self.given_up = Health(), threading.Event()
+        self.handles = HandleStore(model, max_handles=2)
+        self.speculation = Speculation(prompts or [], loops=2, threshold=threshold)
+        vocabulary = Vocabulary(model.metadata["tokenizer"]) if isinstance(model, Model) else None
+        self.executor = Executor(
+            model,
+            vocabulary,
+            "r0",
+            self.posted.put,
+            handles=self.handles,
+            speculation=self.speculation,
+            health=self.health,
+            give_up=self.given_up.set,
+        )
+
+    def stop(self) -> None:
+        assert self.executor.stop(10)
+
+    def run(self, *lanes: Lane, **sampling: Any) -> list[tuple[list[int], str, int, Stats]]:
+        """Per lane: tokens, text, the first seq, stats."""
+        self.executor.submit(Run(run=1, sampling=Sampling(**{"loops": 2} | sampling), lanes=lanes))
+        tokens: dict[int, list[int]] = {lane.key: [] for lane in lanes}
+        text = {lane.key: "" for lane in lanes}
+        first = {lane.key: -1 for lane in lanes}
+        stats: dict[int, Stats] = {}
+        while True:
+            outcome = self.posted.get(timeout=20)
+            if not isinstance(outcome.message, Step):
+                continue
+            for key, payload in zip(outcome.message.keys, outcome.payloads, strict=True):
+                message = TO_CLIENT.decode([VERSION, payload])
+                assert isinstance(message, Tokens | Done), message
+                text[key] += message.text
+                if isinstance(message, Tokens):
+                    first[key] = message.seq if first[key] < 0 else first[key]
+                    tokens[key] += tokens_from_bytes(message.tokens)
+                else:
+                    stats[key] = message.stats
+            if outcome.message.idle:
+                return [(tokens[k], text[k], first[k], stats[k]) for k in tokens]
+
+    def built(self, **fields: Any) -> Built:
+        build = {"kind": "prefix", "prompt": tokens_to_bytes(PROMPT), "loops": 2} | fields
+        self.executor.build(Build(**build))
+        message = self.posted.get(timeout=20).message
+        assert isinstance(message, Built)
+        return message
+
+
+@pytest.fixture
+def bench(model: Model) -> Iterator[Bench]:
+    it = Bench(model)
+    yield it
+    it.stop()
+
+
+def lane(key: int = 1, *, done: list[int] | None = None, **fields: Any) -> Lane:
+    base: dict[str, Any] = {"prompt": tokens_to_bytes(PROMPT), "max_tokens": 24, "seed": 7}
+    return Lane(key=key, id=f"id{key}", done=tokens_to_bytes(done or []), **base | fields)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize("fields", [{}, {"stop": ("e",)}, {"stop_tokens": ((33, 34),)}])
+def test_an_answer_goes_on_as_if_nothing_had_happened(
+    bench: Bench, sampling: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    [(whole, text, _, _)] = bench.run(lane(**fields), **sampling)
+    shown = Bench.run
+    for cut in range(len(whole)):
+        [(rest, later, first, stats)] = shown(
+            bench, lane(done=whole[:cut], failovers=1, **fields), **sampling
+        )
+        assert whole[:cut] + rest == whole and first in (cut, -1)
+        assert text.endswith(later)
+        assert (stats.generated_tokens, stats.prompt_tokens, stats.failovers) == (len(whole), 6, 1)
+
+
+def test_a_stop_that_spans_the_seam(bench: Bench) -> None:
+    [(whole, _, _, _)] = bench.run(lane())
+    stop = (tuple(whole[9:13]),)
+    [(short, _, _, _)] = bench.run(lane(stop_tokens=stop))
+    for cut in range(len(short) + 1):
+        [(rest, _, _, _)] = bench.run(lane(done=short[:cut], stop_tokens=stop))
+        assert short[:cut] + rest == short, "also where the answer had ended already"
+
+
+def test_lanes_of_a_batch_go_on_each_from_its_own_place(bench: Bench) -> None:
+    wholes = [tokens for tokens, *_ in bench.run(lane(1), lane(2, seed=9), temperature=1.0)]
+    lanes = [lane(1, done=wholes[0][:5]), lane(2, seed=9, done=wholes[1][:17])]
+    rests = bench.run(*lanes, temperature=1.0)
+    assert [wholes[0][:5] + rests[0][0], wholes[1][:17] + rests[1][0]] == wholes
+
+
+@pytest.mark.parametrize("kind", ["prefix", "scaffold", "resume"])
+def test_a_handle_saves_work_and_changes_nothing(bench: Bench, kind: Any) -> None:
+    longer = PROMPT if kind == "resume" else [*PROMPT, 11, 12]
+    [(plain, text, _, _)] = bench.run(lane(prompt=tokens_to_bytes(longer)), temperature=0.7)
+    built = bench.built(handle="h", kind=kind)
+    assert built.bytes > 0 and not built.code
+    [(tokens, same, _, stats)] = bench.run(lane(prompt=tokens_to_bytes(longer), handle="h"), temperature=0.7)
+    assert (tokens, same) == (plain, text)
+    assert (stats.loops_skipped if kind == "resume" else stats.prefix_tokens) > 0
+    [(rest, _, _, _)] = bench.run(
+        lane(prompt=tokens_to_bytes(longer), handle="h", done=plain[:7]), temperature=0.7
+    )
+    assert plain[:7] + rest == plain
+    [(tokens, _, _, stats)] = bench.run(lane(prompt=tokens_to_bytes(longer), handle="gone"), temperature=0.7)
+    assert tokens == plain and stats.prefix_tokens == 0, "one that is not there harms nobody"
+
+
+def test_the_cap_is_over_all_kinds_and_the_least_recently_used_goes(bench: Bench) -> None:
+    bench.built(handle="a")
+    bench.built(handle="b", kind="resume")
+    bench.run(lane(handle="a"))
+    assert bench.built(handle="c", kind="scaffold").evicted == ("b",)
+    assert [held.build.handle for held in bench.handles.held] == ["a", "c"]
+    bench.executor.drop(Drop(("a", "unknown")))
+    assert bench.built(handle="d").evicted == ()
+    assert [held.build.handle for held in bench.handles.held] == ["c", "d"]
+
+
+def test_a_handle_that_cannot_be_built_is_a_typed_refusal(bench: Bench) -> None:
+    built = bench.built(handle="x", prompt=tokens_to_bytes([1] * 1000))
+    assert built.code == "limit" and "1000" in built.message and bench.health.text == "ok"
+    assert bench.built(handle="y", loops=99).code == "limit"
+    assert bench.handles.held == ()
+
+
+def test_a_building_that_was_given_up_is_not_kept(model: Model) -> None:
+    bench = Bench(model)
+    blocker = bench.executor.submit(Run(run=1, sampling=Sampling(loops=2), lanes=(lane(),)))
+    building = bench.executor.build(Build("h", "prefix", tokens_to_bytes(PROMPT), 2))
+    building.give_up()
+    bench.stop()
+    assert blocker.live == 0 and bench.handles.held == ()
+
+
+def test_speculation_is_measured_then_used_or_not_and_says_so(model: Model) -> None:
+    bench = Bench(model, prompts=[PROMPT, [3, 4, 5]], threshold=0.0)
+    [(plain, _, _, _)] = bench.run(lane())
+    while bench.speculation.calibration is None:
+        assert isinstance(bench.posted.get(timeout=20).message, Calibrated)
+    calibration = bench.speculation.calibration
+    assert calibration.enabled and calibration.speedup > 0 and calibration.prompts == 2
+    for method in ("speculative", "tree_speculative"):
+        [(tokens, _, _, stats)] = bench.run(lane(method=method))
+        assert tokens == plain and (stats.method, stats.method_reason) == (method, "")
+    bench.stop()
+
+    slow = Bench(model, prompts=[PROMPT], threshold=1000.0)
+    assert isinstance(slow.posted.get(timeout=20).message, Calibrated)
+    [(tokens, _, _, stats)] = slow.run(lane(method="speculative"))
+    assert tokens == plain and stats.method == "plain" and "below 1000" in stats.method_reason
+    slow.stop()
+
+
+def test_without_prompts_speculation_is_off() -> None:
+    off = Speculation([], loops=8, threshold=1.3)
+    assert off.calibration == Calibration(threshold=1.3) and "off" in off.why_not()
+    assert "one loop" in Speculation([PROMPT], loops=1, threshold=1.3).why_not()
+    assert Speculation([PROMPT], loops=2, threshold=1.3).why_not() == "not measured yet"
+
+
+# ---------------------------------------------------------------- memory
+
+
+def config(model: Model, *flags: str) -> Config:
+    return parse(["--model", "/nowhere", "--endpoint", "ipc:///x/r.sock", *flags])
+
+
+def test_the_ledgers_arithmetic_is_the_engines(model: Model) -> None:
+    found = budget.of(model, config(model), max_loops=8)
+    for mode in CACHE_MODES:
+        cost = found.costs[mode]
+        for tokens in (1, 16, 17, 100, 128):
+            for loops in (1, 3, 8):
+                rounded = -(-tokens // cost.round_to) * cost.round_to
+                expected = rounded * (cost.fixed + loops * cost.per_loop)
+                assert model.cache_bytes(tokens, mode, loops) == expected, (mode, tokens, loops)
+    window = model.cache_bytes(100_000, "fp16", 2, 40)
+    cost = found.costs["fp16"]
+    rows = -(-(40 + found.window_rows) // cost.round_to) * cost.round_to
+    assert window <= rows * (cost.fixed + 2 * cost.per_loop) <= window * 1.1
+
+
+def test_a_budget_that_does_not_fit_shows_its_arithmetic(model: Model) -> None:
+    largest = max(model.cache_bytes(128, mode, 8) for mode in CACHE_MODES)
+    enough = (model.weight_bytes + 3 * largest + (1 << 20)) >> 20
+    found = budget.of(model, config(model, "--memory-mib", str(enough), "--max-handles", "2"), 8)
+    assert found.max_handles == 2 and found.handle_bytes == 2 * largest
+    assert found.cache_bytes == (enough << 20) - model.weight_bytes - 2 * largest >= largest
+    many = str((enough << 20) // largest + 1)
+    with pytest.raises(ConfigFault, match=r"budget of .* < .* weights .* handles x .* lower --max-handles"):
+        budget.of(model, config(model, "--memory-mib", str(enough), "--max-handles", many), 8)
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "big.tinyloop"
+    with path.open("wb") as file:
+        file.truncate(3 << 20)
+    flags = ["--model", str(path), "--endpoint", "ipc:///x/r.sock", "--memory-mib", "2"]
+    with pytest.raises(ConfigFault, match=r"3\.0 MiB of weights, the memory budget is 2\.0 MiB"):
+        budget.check_file(parse(flags))
+
+
+# ---------------------------------------------------------------- health
+
+
+class FailingEngine:
+    """Every call fails while `broken`."""
+
+    config: dict[str, Any] = {"eos_ids": []}  # noqa: RUF012
+    step_counter = 0
+    broken = True
+
+    def generate_stream(self, *_: object) -> Any:
+        raise OutOfMemoryError("no memory for the cache")
+
+    def generate(self, *_: object) -> Any:
+        if self.broken:
+            raise OutOfMemoryError("still none")
+
+
+def fail(bench: Bench, times: int) -> list[str]:
+    codes = []
+    for _ in range(times):
+        bench.executor.submit(Run(run=1, sampling=Sampling(loops=2), lanes=(lane(),)))
+        outcome = bench.posted.get(timeout=20)
+        message = TO_CLIENT.decode([VERSION, outcome.payloads[0]])
+        assert isinstance(message, Failed)
+        codes.append(message.code)
+    return codes
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_that_keeps_failing_is_ill_and_in_the_end_given_up() -> None:
+    bench = Bench(FailingEngine())
+    assert fail(bench, MOST_FAILURES - 1) == ["engine"] * (MOST_FAILURES - 1) and bench.health.text == "ok"
+    fail(bench, 1)
+    assert bench.given_up.wait(30)
+    assert "in a row" in bench.health.text and "OutOfMemoryError" in bench.health.text
+    bench.stop()
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_that_works_again_is_well_again() -> None:
+    engine = FailingEngine()
+    bench = Bench(engine)
+    fail(bench, MOST_FAILURES)
+    assert bench.health.ill
+    engine.broken = False
+    while bench.health.ill:
+        assert not bench.given_up.wait(0.05)
+    bench.stop()
