@@ -1,4 +1,5 @@
-"""One child process of a fleet: started as production starts it, watched through its output.
+"""One child process of a fleet: started as production starts it, watched through its output and its signs of
+life.
 
 `Restarts` decides, without clocks or processes, when a
 dead child is started again. This file must not know which children there are.
@@ -6,8 +7,10 @@ dead child is started again. This file must not know which children there are.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,15 +20,23 @@ EXIT_CONFIG = 78
 FIRST_DELAY_S = 0.25
 LONGEST_DELAY_S = 10.0
 STEADY_S = 10.0  # ready for this long: the next death counts as the first
-ATTEMPTS = 5  # starts in a row that never became ready
+ATTEMPTS = 5  # starts in a row that never became ready: the breaker opens
+BREAKER_S = 60.0  # that it stays open, before one more attempt
+WATCHDOG_S = 10.0  # a child that was ready and gives no sign of life for so long is killed
 
 
 @dataclass
 class Restarts:
-    """The back-off of one child. `died` returns the delay in seconds, or None: do not start it again."""
+    """The back-off and the breaker of one child. `died` returns the delay in seconds, or None: what is wrong
+    with it no restart can mend."""
 
     failures: int = 0  # deaths in a row
     never_ready: int = 0  # of these, those before READY
+
+    @property
+    def broken(self) -> bool:
+        """The breaker is open: it never became ready for `ATTEMPTS` times in a row."""
+        return self.never_ready >= ATTEMPTS
 
     def died(self, status: int, ready_for_s: float | None) -> float | None:
         """`status` as subprocess gives it; `ready_for_s` is None when it died before READY."""
@@ -34,23 +45,30 @@ class Restarts:
         if ready_for_s is not None and ready_for_s >= STEADY_S:
             self.failures = 0
         self.never_ready = 0 if ready_for_s is not None else self.never_ready + 1
-        if self.never_ready >= ATTEMPTS:
-            return None
+        if self.broken:
+            return BREAKER_S
         self.failures += 1
         return min(FIRST_DELAY_S * 2.0 ** (self.failures - 1), LONGEST_DELAY_S)
 
 
 class Child:
-    """`name` is for people, `arguments` follow `python -m`."""
+    """`name` is for people, `arguments` follow `python -m`; its signs of life come to the datagram socket
+    `signs`, bound to `signs_path`, as they would come to systemd."""
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], signs_path: str) -> None:
         self.name = name
+        self.arguments = list(arguments)
+        self.signs = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(signs_path)
+        self.signs.bind(signs_path)
+        self.signed_at: float | None = None  # its last sign of life; None: it has not promised any
+        self._signs_path = signs_path
         self.restarts = Restarts()
         self.ready_line = ""  # what followed READY; "" until then
         self.ready_at = 0.0
         self.start_at: float | None = 0.0  # when to start it; None while it runs, or when it is given up
         self.status: int | None = None  # of its last death
-        self._arguments = [sys.executable, "-m", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._unfinished = b""
 
@@ -70,7 +88,12 @@ class Child:
         right order.
         """
         self._process = subprocess.Popen(
-            self._arguments,
+            [sys.executable, "-m", *self.arguments],
+            env={
+                **os.environ,
+                "NOTIFY_SOCKET": self._signs_path,
+                "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6)),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -79,6 +102,7 @@ class Child:
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self.ready_line, self.start_at, self._unfinished = "", None, b""
+        self.signed_at = None
         return self._process.stdout.fileno()
 
     def read(self, now: float) -> tuple[list[str], bool]:
@@ -99,6 +123,17 @@ class Child:
             else:
                 shown.append(line)
         return shown, ended
+
+    def read_signs(self, now: float) -> None:
+        """Takes what came to `signs`."""
+        with contextlib.suppress(BlockingIOError):
+            while message := self.signs.recv(4096):
+                if b"WATCHDOG=1" in message.split(b"\n"):
+                    self.signed_at = now
+
+    def silent_s(self, now: float) -> float:
+        """For how long it owes a sign of life."""
+        return now - self.signed_at if self.running and self.signed_at is not None else 0.0
 
     def ready_field(self, name: str) -> str:
         """A `name=value` of the READY line."""

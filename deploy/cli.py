@@ -163,7 +163,7 @@ def _up(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy.fleet import Fleet, Plan
 
     if flags.die_with_parent:
-        from tinyloop_serve.replica.process import die_with_parent
+        from tinyloop_serve.protocol.host import die_with_parent
 
         die_with_parent(flags.die_with_parent)
     plan = Plan(

@@ -1,12 +1,13 @@
 """A local fleet in the foreground: one dispatcher and N replicas as child processes, until a signal.
 
     starting   all children at once; each says READY on its standard output
-    serving    a dead child is started again, with back-off
+    serving    a dead child is started again, with back-off; one that gives no sign of life is killed first
     stopping   first the dispatcher, which lets running requests end, then the replicas, which then have none
 
-A fault that no restart can mend (a bad flag or artifact, a child that never becomes ready) ends the
-fleet. Children die with this process even if it is killed: each asks the kernel for that. The policy of
-restarts is in children.py.
+A fault that no restart can mend (a bad flag or artifact, a child that never becomes ready) ends a fleet that
+is starting; one that serves goes on without that replica and tries it again from time to time. SIGUSR1
+brings in a changed model file (reload.py). Children die with this process even if it is killed: each asks
+the kernel for that. The policy of restarts is in children.py.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from tinyloop_serve.deploy import endpoints
-from tinyloop_serve.deploy.children import EXIT_CONFIG, Child
+from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, WATCHDOG_S, Child
+from tinyloop_serve.deploy.reload import Reload
 
 DISPATCHER_STOP_S = 8.0  # its own drain deadline and something
 REPLICA_STOP_S = 6.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+RELOAD_LOOK_S = 0.1  # how often a reload in progress is looked at
 FOREVER = float("inf")
 
 
@@ -39,6 +42,8 @@ class Plan:
     threads: int = 0  # per replica; 0 = the cores divided among them
     max_seq_len: int = 0  # 0 = the model's
     log: str = ""  # file for the dispatcher's journal, a JSON line per request; "" = nowhere
+    config: str = ""  # TOML file for the dispatcher; "" = its defaults
+    replica_flags: tuple[str, ...] = ()  # more flags for every replica
 
     def threads_each(self) -> int:
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.replicas)
@@ -69,14 +74,18 @@ class Fleet:
             "dispatcher",
             ["tinyloop_serve.dispatcher", "--front", plan.endpoint]
             + [part for socket in sockets.values() for part in ("--replica", socket)]
+            + (["--config", plan.config] if plan.config else [])
             + [*parent],
+            f"{directory}/dispatcher.signs",
         )
-        options = ["--threads", str(plan.threads_each()), "--max-seq-len", str(plan.max_seq_len), *parent]
+        options = ["--threads", str(plan.threads_each()), "--max-seq-len", str(plan.max_seq_len)]
+        options += [*plan.replica_flags, *parent]
         self._replicas = [
             Child(
                 name,
                 ["tinyloop_serve.replica", "--model", plan.model, "--endpoint", socket, "--name", name]
                 + options,
+                f"{directory}/{name}.signs",
             )
             for name, socket in sockets.items()
         ]
@@ -85,6 +94,8 @@ class Fleet:
         self._journal: TextIO | None = None
         self._announced = False
         self._stops: list[signal.Signals] = []  # signals received
+        self._reload: Reload | None = None  # the one in progress
+        self._reload_wanted = False
         self._exit_status: int | None = None  # set: the fleet is stopping
         self._kill_at = FOREVER
         self._told: set[Child] = set()  # those that were asked to stop
@@ -104,6 +115,9 @@ class Fleet:
             resources.enter_context(self._signals())
             resources.callback(self._selector.close)
             resources.callback(self._kill)
+            for child in self._children:
+                resources.callback(child.signs.close)
+                self._selector.register(child.signs, selectors.EVENT_READ, child)
             while True:
                 now = time.monotonic()
                 self._start_due(now)
@@ -111,6 +125,7 @@ class Fleet:
                 now = time.monotonic()
                 self._look_after(now)
                 self._announce(now - started)
+                self._go_on_reloading(now)
                 if self._stops:
                     self._stop(0, f"{self._stops[0].name}: stopping")
                 if self._exit_status is not None and self._stopped(now):
@@ -137,6 +152,7 @@ class Fleet:
             number: signal.signal(number, lambda n, _: self._stops.append(signal.Signals(n)))
             for number in STOP_SIGNALS
         }
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._want_reload)
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         fd = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         try:
@@ -148,6 +164,9 @@ class Fleet:
             os.close(wake_read)
             os.close(wake_write)
 
+    def _want_reload(self, *_: object) -> None:
+        self._reload_wanted = True
+
     # ------------------------------------------------------------------ serving
 
     def _start_due(self, now: float) -> None:
@@ -158,6 +177,8 @@ class Fleet:
     def _next_start(self, now: float) -> float:
         """When to look again, seconds from now, if nothing happens before."""
         due = [child.start_at for child in self._children if child.start_at is not None]
+        due += [child.signed_at + WATCHDOG_S for child in self._children if child.signed_at is not None]
+        due += [now + RELOAD_LOOK_S] if self._reload else []
         if self._exit_status is not None:
             due = [self._kill_at]
         return max(0.0, min(due, default=now + 3600.0) - now)
@@ -168,6 +189,8 @@ class Fleet:
             if child is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(key.fd, 4096)
+            elif key.fd == child.signs.fileno():
+                child.read_signs(time.monotonic())
             elif self._read(child):
                 self._selector.unregister(key.fd)
 
@@ -188,16 +211,42 @@ class Fleet:
     def _look_after(self, now: float) -> None:
         """Notices the dead, and whether the fleet can go on without them."""
         for child in self._children:
-            if not child.reap(now):
-                continue
-            if self._exit_status is not None:
-                continue
-            if child.start_at is not None:
-                _say(f"{child.name} {child.how_it_ended()}; it starts again in {child.start_at - now:.2g} s")
-            elif child.status == EXIT_CONFIG:
-                self._stop(EXIT_CONFIG, f"{child.name} refused its configuration (above)")
-            else:
-                self._stop(1, f"{child.name} {child.how_it_ended()} and never became ready")
+            if (silent_s := child.silent_s(now)) > WATCHDOG_S:
+                _say(f"{child.name} gave no sign of life for {silent_s:.1f} s: killed")
+                child.signal(signal.SIGKILL)
+                child.signed_at = None
+            if child.reap(now) and self._exit_status is None:
+                self._mourn(child, now)
+
+    def _mourn(self, child: Child, now: float) -> None:
+        """Says how it ended, and decides what follows."""
+        refused = child.status == EXIT_CONFIG
+        if not self._announced and refused:
+            self._stop(EXIT_CONFIG, f"{child.name} refused its configuration (above)")
+        elif not self._announced and child.restarts.broken:
+            self._stop(1, f"{child.name} {child.how_it_ended()} and never became ready")
+        elif refused or child.restarts.broken:
+            child.start_at = now + BREAKER_S
+            _say(f"{child.name} {child.how_it_ended()}; the fleet goes on without it for {BREAKER_S:g} s")
+        elif child.start_at is not None:
+            _say(f"{child.name} {child.how_it_ended()}; it starts again in {child.start_at - now:.2g} s")
+
+    def _go_on_reloading(self, now: float) -> None:
+        """A changed model file: one replica after the other ends its requests and starts with the new one."""
+        if self._reload_wanted and self._reload is None and self._announced:
+            self._reload_wanted = False
+            endpoint = self._dispatcher.ready_field("endpoint") or self._plan.endpoint
+            self._reload = Reload(endpoint, self._plan.model, [child.name for child in self._replicas])
+        if self._reload is None:
+            return
+        while (name := self._reload.next_to_restart()) is not None:
+            child = next(child for child in self._replicas if child.name == name)
+            child.start_at = now if not child.running else child.start_at
+            child.restarts.never_ready = 0
+            child.signal(signal.SIGTERM)
+        if (verdict := self._reload.verdict()) is not None:
+            _say(verdict)
+            self._reload = None
 
     def _announce(self, took_s: float) -> None:
         """Says once, on standard output, that the fleet serves, and how to use it."""

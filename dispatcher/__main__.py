@@ -10,8 +10,6 @@ READY is one line on standard output: `READY endpoint=ipc:///...`. Logs are JSON
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import sys
 from importlib import metadata
@@ -19,14 +17,13 @@ from importlib import metadata
 import zmq
 
 from tinyloop_serve.dispatcher.config import EXIT_CONFIG, parse
-from tinyloop_serve.dispatcher.endpoints import EndpointTaken
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.dispatcher.server import Server
+from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, die_with_parent
 
 EXIT_UNAVAILABLE = 69  # EX_UNAVAILABLE
 EXIT_TAKEN = 75  # EX_TEMPFAIL: it may be free later
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(arguments: list[str]) -> int:
@@ -43,21 +40,10 @@ def main(arguments: list[str]) -> int:
         return _give_up(f"cannot bind {config.front}: {error}", EXIT_UNAVAILABLE)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
+    Supervisor().ready(f"serving at {server.endpoint}")
     print(f"READY endpoint={server.endpoint}", flush=True)
     server.run()
     return 0
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel for a SIGTERM when `parent`, the process that started us, is gone; exits if it is.
-
-    The kernel watches the *thread* that started us: a supervisor starts its children from its main thread.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the request reached the kernel
-        raise SystemExit(0)
 
 
 def _version() -> str:

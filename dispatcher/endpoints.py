@@ -6,16 +6,12 @@ ends: removing it would race with the next owner. tcp needs none of this: its bi
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from pathlib import Path
 
 from tinyloop_serve.dispatcher.readers import ConfigError
-
-
-class EndpointTaken(Exception):
-    """Another process serves this endpoint."""
+from tinyloop_serve.protocol.host import lock
 
 
 class Place:
@@ -28,7 +24,7 @@ class Place:
         self._path = Path(path) if scheme == "ipc" else None
         if self._path is not None:
             _private_directory(self._path.parent)
-            self._lock = _lock(self._path, endpoint)
+            self._lock = lock(str(self._path))
             self._remove_socket()  # a stale one: its owner would hold the lock
 
     def opened(self) -> None:
@@ -55,13 +51,3 @@ def _private_directory(directory: Path) -> None:
         accepted = "a path in a directory that others cannot write to"
         message = f"front: everybody may write to {directory} ({stat.filemode(mode)}); expected {accepted}"
         raise ConfigError(message, field="front", value=str(directory), accepted=accepted)
-
-
-def _lock(path: Path, endpoint: str) -> int:
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise EndpointTaken(f"{endpoint} is served by another dispatcher") from None
-    return lock

@@ -19,13 +19,14 @@ from msgspec.structs import replace
 
 from tinyloop_serve import native
 from tinyloop_serve.native import errors
+from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, die_with_parent
 from tinyloop_serve.protocol.messages import Budget, ModelInfo, Ready
 from tinyloop_serve.replica import budget, process, prompts
 from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
 from tinyloop_serve.replica.executor import Executor
 from tinyloop_serve.replica.handles import HandleStore
 from tinyloop_serve.replica.health import EXIT_ILL, Health
-from tinyloop_serve.replica.server import EndpointTaken, Mailbox, Server
+from tinyloop_serve.replica.server import Mailbox, Server
 from tinyloop_serve.replica.session import LifeSigns, Session
 from tinyloop_serve.replica.speculation import Speculation
 from tinyloop_serve.replica.text import Vocabulary
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse(arguments)
         if config.parent:
-            process.die_with_parent(config.parent)
+            die_with_parent(config.parent)
         mailbox = Mailbox()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, mailbox.request_stop)
@@ -84,11 +85,12 @@ def main(arguments: list[str]) -> int:
         life_signs=lambda: LifeSigns(model.step_counter, process.resident_bytes(), health.text),
     )
     _say_ready(config)
-    server.run(session, config.drain_s)
+    server.run(session, config.drain_s, config.stall_s)
+    if mailbox.given_up:
+        _give_up(mailbox.given_up, EXIT_ILL)
+        Supervisor().status(mailbox.given_up)
     server.close()
     if mailbox.given_up:
-        _give_up(health.text, EXIT_ILL)
-        sys.stderr.flush()
         os._exit(EXIT_ILL)  # whatever is wrong with the engine must not keep us from ending
     if not executor.stop(LAST_STEP_S):
         os._exit(0)  # the thread is inside the engine: the interpreter must not be torn down under it
@@ -132,6 +134,7 @@ def _announcement(config: Config, model: native.Model, has_tokenizer: bool, allo
 
 def _say_ready(config: Config) -> None:
     numbers = f"startup_ms={process.age_ms():.0f} rss_mb={process.resident_bytes() / 1e6:.1f}"
+    Supervisor().ready(f"serving {config.model}")
     print(f"READY name={config.name} endpoint={config.endpoint} {numbers}", flush=True)
 
 

@@ -33,6 +33,7 @@ class Config:
     calibration_prompts: str = ""  # file with a prompt per line; "" = our own
     speculation_threshold: float = 1.3  # times as fast as plain decoding, or it is switched off
     drain_s: float = 2.0  # how long a run may go on after SIGTERM
+    stall_s: float = 30.0  # no step in the middle of a run for so long: end with status 70
     parent: int = 0  # process id of the supervisor we die with; 0 = none
 
 
@@ -89,6 +90,9 @@ def parse(arguments: Sequence[str]) -> Config:
     parser.add_argument("--device", default="cpu", help="cpu (default)")
     parser.add_argument(
         "--drain-s", type=_seconds, default=2.0, metavar="S", help="for the run in progress at SIGTERM"
+    )
+    parser.add_argument(
+        "--stall-s", type=_seconds, default=30.0, metavar="S", help="end when the engine hangs for so long"
     )
     parser.add_argument(
         "--die-with-parent",

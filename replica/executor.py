@@ -75,7 +75,7 @@ class Executor:
         handles: HandleStore,
         speculation: Speculation,
         health: Health,
-        give_up: Callable[[], None],
+        give_up: Callable[[str], None],
     ) -> None:
         """`give_up` is called when the engine is past hope; like `post` it must not block."""
         self._engine = engine
@@ -149,7 +149,7 @@ class Executor:
         except Exception as error:
             self._engine_failed(error)
             if self._health.hopeless:
-                self._give_up()
+                self._give_up(self._health.text)
         else:
             self._health.succeeded()
 

@@ -1,4 +1,4 @@
-"""What the operating system knows about this process: its memory, its age, its parent. Linux; no
+"""What the operating system knows about this process: its memory and its age. Linux; no
 third-party modules.
 
 This file must not know models or messages.
@@ -7,10 +7,7 @@ This file must not know models or messages.
 from __future__ import annotations
 
 import os
-import signal
 import time
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def resident_bytes() -> int:
@@ -25,18 +22,3 @@ def age_ms() -> float:
         fields = stat.read().rpartition(b")")[2].split()  # the name in parentheses may hold anything
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # proc(5): starttime, field 22
     return (time.clock_gettime(time.CLOCK_BOOTTIME) - started_s) * 1000
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel for a SIGTERM when the process that started us, `parent`, is gone; exits if it
-    already is.
-
-    The kernel watches the *thread* that started us: a supervisor starts its children from its main thread.
-    """
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the request reached the kernel
-        raise SystemExit(0)

@@ -9,7 +9,6 @@ know the model.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import sys
@@ -21,17 +20,15 @@ import zmq
 
 from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_REPLICA
 from tinyloop_serve.protocol.errors import TinyLoopError
+from tinyloop_serve.protocol.host import Supervisor, lock
 from tinyloop_serve.protocol.messages import FromReplica
 from tinyloop_serve.replica.executor import Outcome
 from tinyloop_serve.replica.session import Session
 
 FRAMES_PER_TURN = 64  # messages read before outcomes are looked at again
 FAREWELL_MS = 500  # for the last frames to leave
+LOOK_S = 1.0  # how often it is looked whether the engine still moves
 FOREVER = float("inf")
-
-
-class EndpointTaken(Exception):
-    """Another process has bound the endpoint."""
 
 
 class Mailbox:
@@ -40,7 +37,7 @@ class Mailbox:
     def __init__(self) -> None:
         self.fd, self._wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.stop_requested = False
-        self.given_up = False  # the engine is past hope: end, and let the supervisor start afresh
+        self.given_up = ""  # why the engine is past hope: end, and let the supervisor start afresh
         self._outcomes: deque[Outcome] = deque()
 
     def post(self, outcome: Outcome) -> None:
@@ -51,8 +48,8 @@ class Mailbox:
         self.stop_requested = True
         self._wake()
 
-    def give_up(self) -> None:
-        self.given_up = True
+    def give_up(self, why: str) -> None:
+        self.given_up = why
         self._wake()
 
     def collect(self) -> list[Outcome]:
@@ -76,7 +73,7 @@ class Server:
     def __init__(self, endpoint: str, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else ""
-        self._lock = _lock(self._path)
+        self._lock = lock(self._path) if self._path else os.open(os.devnull, os.O_RDONLY)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(
@@ -91,20 +88,32 @@ class Server:
             self.close()
             raise
 
-    def run(self, session: Session, drain_s: float) -> None:
-        """Serves until a stop is requested and, for `drain_s` at most, the run in progress has ended."""
+    def run(self, session: Session, drain_s: float, stall_s: float = FOREVER) -> None:
+        """Serves until a stop is requested and, for `drain_s` at most, the run in progress has ended.
+
+        The supervisor gets signs of life while the engine moves. When it has not for `stall_s` in the middle
+        of a run, `mailbox.given_up` is set and this returns: only a fresh process can help.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._mailbox.fd, zmq.POLLIN)
         leave_at = FOREVER
+        supervisor = Supervisor()
         while True:
+            stalled_s = session.stalled_s(time.monotonic())
+            if stalled_s < max(supervisor.watchdog_s, 1.0):
+                supervisor.alive(time.monotonic())
+            if stalled_s > stall_s:
+                self._mailbox.given_up = f"the engine made no step for {stalled_s:.1f} s"
             if self._mailbox.given_up:
                 break
             if self._mailbox.stop_requested:
+                supervisor.stopping()
                 leave_at = min(leave_at, time.monotonic() + drain_s)
                 if not session.busy or time.monotonic() >= leave_at:
                     break
-            poller.poll(_milliseconds_until(leave_at))
+            soon = time.monotonic() + LOOK_S if session.busy else FOREVER
+            poller.poll(_milliseconds_until(min(leave_at, supervisor.wake_at(), soon)))
             for outcome in self._mailbox.collect():
                 if (peer := session.relay(outcome)) is not None:
                     self._send(session, peer, outcome.message, outcome.payloads)
@@ -148,19 +157,3 @@ class Server:
 
 def _milliseconds_until(when: float) -> int | None:
     return None if when == FOREVER else max(0, math.ceil((when - time.monotonic()) * 1000))
-
-
-def _lock(path: str) -> int:
-    """Holds `<path>.lock` for the life of the process: a second bind of an ipc path silently steals it.
-
-    The lock file stays: removing it would race with the next owner. tcp ("") needs none, its bind fails.
-    """
-    if not path:
-        return os.open(os.devnull, os.O_RDONLY)
-    fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise EndpointTaken(f"another process serves {path}") from None
-    return fd

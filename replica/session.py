@@ -52,6 +52,8 @@ class Session:
         self._announce = announce
         self._life_signs = life_signs
         self._peer: bytes | None = None  # routing id of the dispatcher
+        self._counter = -1  # the engine's steps, when it was last looked
+        self._moved_at = 0.0  # when it was last seen to move, or had no run
         self._live: list[Job] = []  # running or waiting, the dispatcher's and those it gave up
         self._wanted: set[Job | Building] = set()  # of the live ones, and of handles being built: those
         # whose outcome the dispatcher waits for
@@ -60,6 +62,13 @@ class Session:
     def busy(self) -> bool:
         """Somebody still waits for a run to end."""
         return any(isinstance(work, Job) for work in self._wanted)
+
+    def stalled_s(self, now: float) -> float:
+        """For how long the engine has made no step in the middle of a run; 0 without one."""
+        counter = self._life_signs().step_counter
+        if counter != self._counter or not self._live:
+            self._counter, self._moved_at = counter, now
+        return now - self._moved_at
 
     def handle(self, peer: bytes, message: ToReplica) -> list[Reply]:
         """The answers to `message`, each with the routing id it goes to."""

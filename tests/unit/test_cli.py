@@ -18,7 +18,7 @@ import pytest
 
 from tinyloop_serve.deploy import ask, cli, endpoints, outcome, report
 from tinyloop_serve.deploy.chat_template import render
-from tinyloop_serve.deploy.children import ATTEMPTS, EXIT_CONFIG, LONGEST_DELAY_S, Child, Restarts
+from tinyloop_serve.deploy.children import ATTEMPTS, BREAKER_S, EXIT_CONFIG, LONGEST_DELAY_S, Child, Restarts
 from tinyloop_serve.deploy.connect import connect
 from tinyloop_serve.deploy.fleet import Plan
 from tinyloop_serve.deploy.outcome import CommandFault
@@ -248,20 +248,23 @@ def test_restarts_back_off_and_forgive() -> None:
     assert restarts.died(1, ready_for_s=60.0) == 0.25
 
 
-def test_a_child_that_no_restart_can_mend_is_given_up() -> None:
+def test_a_child_that_never_becomes_ready_opens_the_breaker() -> None:
     assert Restarts().died(EXIT_CONFIG, ready_for_s=None) is None
     restarts = Restarts()
     delays = [restarts.died(1, ready_for_s=None) for _ in range(ATTEMPTS)]
-    assert None not in delays[:-1] and delays[-1] is None
-    assert restarts.died(1, ready_for_s=1.0) is not None
+    assert max(delay or 0.0 for delay in delays[:-1]) < BREAKER_S and delays[-1] == BREAKER_S
+    assert restarts.broken and restarts.died(1, ready_for_s=None) == BREAKER_S
+    assert (restarts.died(1, ready_for_s=1.0) or 99.0) < BREAKER_S and not restarts.broken
 
 
 def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> None:
     (tmp_path / "talker.py").write_text(
-        "import sys, time\nprint('first')\nprint('READY name=x startup_ms=12', flush=True)\n"
+        "import os, socket, sys, time\nprint('first')\nprint('READY name=x startup_ms=12', flush=True)\n"
+        "sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "sign.sendto(b'WATCHDOG=1\\nSTATUS=x', os.environ['NOTIFY_SOCKET'])\n"
         "print('last', file=sys.stderr)\ntime.sleep(60)\n"
     )
-    child = Child("x", ["talker"])
+    child = Child("x", ["talker"], str(tmp_path / "signs"))
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
@@ -272,6 +275,9 @@ def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> No
     while "last" not in lines:
         lines += child.read(now=5.0)[0]
     assert lines == ["first", "last"]
+    assert child.silent_s(8.0) == 0.0, "it has promised nothing yet"
+    child.read_signs(6.5)
+    assert child.silent_s(8.0) == 1.5
     assert child.ready_field("startup_ms") == "12" and child.ready_field("nothing") == ""
     assert os.getsid(child.pid) == child.pid  # Ctrl-C in our terminal does not reach it
     assert not child.reap(6.0)
@@ -279,7 +285,8 @@ def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> No
     while not child.reap(7.0):
         pass
     assert child.how_it_ended() == "was killed by SIGKILL"
-    assert child.start_at == 7.25 and not child.running
+    assert child.start_at == 7.25 and not child.running and child.silent_s(99.0) == 0.0
+    child.signs.close()
 
 
 def test_threads_share_the_cores() -> None:

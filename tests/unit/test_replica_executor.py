@@ -149,7 +149,7 @@ class Bench:
             handles=self.handles,
             speculation=Speculation([], loops=4, threshold=1.3),
             health=self.health,
-            give_up=self.given_up.set,
+            give_up=lambda why: self.given_up.set(),
         )
 
     def run(self, *lanes: Lane, before: Callable[[Job], None] | None = None) -> dict[int, list[ToClient]]:

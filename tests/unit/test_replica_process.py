@@ -91,10 +91,10 @@ def test_flags_become_the_configuration() -> None:
     given = parse(
         "--model m --endpoint tcp://127.0.0.1:5000 --name a --threads 3 --max-seq-len 64 --device cpu"
         " --drain-s 0.5 --die-with-parent 12 --memory-mib 100 --max-handles 2 --speculation off"
-        " --calibration-prompts p.txt --speculation-threshold 1.5".split()
+        " --calibration-prompts p.txt --speculation-threshold 1.5 --stall-s 9".split()
     )
     assert given == Config(
-        "m", "tcp://127.0.0.1:5000", "a", 3, 64, "cpu", 100, 2, "off", "p.txt", 1.5, 0.5, 12
+        "m", "tcp://127.0.0.1:5000", "a", 3, 64, "cpu", 100, 2, "off", "p.txt", 1.5, 0.5, 9.0, 12
     )
 
 

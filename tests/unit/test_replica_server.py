@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_REPLICA
+from tinyloop_serve.protocol.host import EndpointTaken
 from tinyloop_serve.protocol.messages import (
     VERSION,
     Build,
@@ -31,7 +32,7 @@ from tinyloop_serve.protocol.messages import (
 )
 from tinyloop_serve.replica.answer import step_of
 from tinyloop_serve.replica.executor import Building, Job, Outcome
-from tinyloop_serve.replica.server import EndpointTaken, Mailbox, Server
+from tinyloop_serve.replica.server import Mailbox, Server
 from tinyloop_serve.replica.session import LifeSigns, Session
 
 READY = Ready("r0", 1, "cpu", ModelInfo("m", "f", 10, 4, 8, 100))

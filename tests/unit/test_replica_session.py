@@ -158,3 +158,16 @@ def test_leaving_says_goodbye_once() -> None:
     assert cancelled(jobs.jobs[0]) == [True]
     assert replica.relay(outcome(jobs.jobs[0], idle=True)) is None
     assert replica.leave() == []
+
+
+def test_how_long_the_engine_has_made_no_step_in_a_run() -> None:
+    jobs, steps = Submitted(), [5]
+    replica = Session(jobs, announce=lambda: READY, life_signs=lambda: LifeSigns(steps[0], 0, "ok"))
+    assert replica.stalled_s(10.0) == 0.0 and replica.stalled_s(99.0) == 0.0, "nothing runs"
+    replica.handle(NEW, Hello("d"))
+    replica.handle(NEW, run(1))
+    assert replica.stalled_s(101.0) == 2.0
+    steps[0] += 1
+    assert replica.stalled_s(102.0) == 0.0 and replica.stalled_s(104.5) == 2.5
+    replica.relay(outcome(jobs.jobs[0], idle=True))
+    assert replica.stalled_s(200.0) == 0.0

@@ -68,7 +68,7 @@ class Bench:
             handles=self.handles,
             speculation=self.speculation,
             health=self.health,
-            give_up=self.given_up.set,
+            give_up=lambda why: self.given_up.set(),
         )
 
     def stop(self) -> None:
