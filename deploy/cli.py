@@ -7,6 +7,7 @@ Exit statuses are those of EXITS, for every command.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         "--threads", type=_positive, default=0, metavar="N", help="per replica (default: share cores)"
     )
     up.add_argument("--max-seq-len", type=_positive, default=0, metavar="N", help="default: the model's")
+    up.add_argument(
+        "--config", default="", metavar="FILE", help="TOML: [dispatcher], [tenants.NAME], [replica] tables"
+    )
     up.add_argument("--log", default="", metavar="FILE", help="append a JSON line per request")
     up.add_argument(
         "--die-with-parent", type=_positive, default=0, metavar="PID", help="stop when PID is gone"
@@ -160,7 +164,7 @@ def version() -> str:
 
 
 def _up(flags: argparse.Namespace) -> int:
-    from tinyloop_serve.deploy.fleet import Fleet, Plan
+    from tinyloop_serve.deploy.fleet import Fleet, Plan, replica_flags
 
     if flags.die_with_parent:
         from tinyloop_serve.protocol.host import die_with_parent
@@ -173,6 +177,8 @@ def _up(flags: argparse.Namespace) -> int:
         threads=flags.threads,
         max_seq_len=flags.max_seq_len,
         log=flags.log,
+        config=os.path.abspath(flags.config) if flags.config else "",
+        replica_flags=replica_flags(flags.config) if flags.config else (),
     )
     return Fleet(plan).run()
 

@@ -19,6 +19,7 @@ import selectors
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
@@ -34,6 +35,10 @@ RELOAD_LOOK_S = 0.1  # how often a reload in progress is looked at
 FOREVER = float("inf")
 
 
+class BadConfig(Exception):
+    """The configuration file cannot be used."""
+
+
 @dataclass(frozen=True)
 class Plan:
     model: str  # path of the artifact
@@ -47,6 +52,20 @@ class Plan:
 
     def threads_each(self) -> int:
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.replicas)
+
+
+def replica_flags(path: str) -> tuple[str, ...]:
+    """The `[replica]` table of a TOML file as flags: `max_handles = 4` is `--max-handles 4`. The replica
+    judges names and values. Raises `BadConfig` for a file that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file).get("replica", {})
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise BadConfig(f"{path}: {error}") from error
+    if not isinstance(table, dict):
+        raise BadConfig(f"{path}: replica: {table!r} is not accepted; expected a [replica] table")
+    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in table.items()]
+    return tuple(word for flag in flags for word in flag)
 
 
 def lacking_memory(plan: Plan, available: int | None = None) -> str:

@@ -5,7 +5,7 @@ TransportError but ProtocolError            69    with how to start a fleet
 Overloaded, Unavailable, DeadlineExceeded   75
 RequestError                                2
 other errors of the fleet                   1
-errors of the engine and of artifacts       78
+errors of the engine, artifacts, config     78
 KeyboardInterrupt                           130
 """
 
@@ -54,6 +54,7 @@ def reported(*, as_json: bool) -> Iterator[Result]:
 def _status_of(error: Exception) -> int | None:
     """None: a mistake of ours, to be shown with its traceback."""
     from tinyloop_serve.deploy.endpoints import UnsafeDirectory
+    from tinyloop_serve.deploy.fleet import BadConfig
     from tinyloop_serve.native import errors as native
     from tinyloop_serve.protocol import errors as protocol
 
@@ -67,6 +68,7 @@ def _status_of(error: Exception) -> int | None:
         (protocol.TinyLoopError, FAILED),
         (native.TinyLoopError, CONFIG),
         (UnsafeDirectory, CONFIG),
+        (BadConfig, CONFIG),
         (OSError, FAILED),
     ]
     return next((status for kind, status in table if isinstance(error, kind)), None)

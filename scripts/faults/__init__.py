@@ -1,0 +1,1 @@
+"""Load and harm for a fleet, shared by the scripts that prove what it survives."""

@@ -1,0 +1,133 @@
+"""A fleet as a user starts it, in a runtime directory of its own, for a script that loads or harms it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tinyloop_serve.native import demo_model_path
+from tinyloop_serve.protocol.client import Client
+from tinyloop_serve.protocol.errors import TinyLoopError
+from tinyloop_serve.protocol.messages import Status
+
+STOP_S = 30.0
+
+
+class Fleet:
+    def __init__(self, directory: str, config: str, *flags: str) -> None:
+        self.directory = Path(directory)
+        (self.directory / "fleet.toml").write_text(config)
+        self.endpoint = f"ipc://{directory}/tinyloop/front.sock"
+        self.said: list[str] = []  # on its standard error
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tinyloop_serve.deploy.cli", "up"]
+            + ["--config", str(self.directory / "fleet.toml"), "--die-with-parent", str(os.getpid()), *flags],
+            env={**os.environ, "XDG_RUNTIME_DIR": directory},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline().startswith("READY"):
+            raise RuntimeError("the fleet did not start:\n" + "".join(self.said))
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+
+    def pids(self, part: str) -> list[int]:
+        """Of its living `dispatcher`, or of its living `replica`s."""
+        found = []
+        for pid, command in descendants(self.process.pid):
+            if f"tinyloop_serve.{part}" in command and state_of(pid) not in ("Z", "X"):
+                found.append(pid)
+        return sorted(found)
+
+    def status(self, patience_s: float = 30.0) -> Status:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                with Client(self.endpoint, connect_timeout_s=2) as client:
+                    return client.status()
+            except TinyLoopError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def wait_ready(self, replicas: int, patience_s: float = 60.0) -> Status:
+        """Until so many replicas serve."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            status = self.status()
+            if sum(replica.state in ("ready", "busy") for replica in status.replicas) >= replicas:
+                return status
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"only {status.replicas} are ready")
+            time.sleep(0.1)
+
+    def stop(self) -> int:
+        """As Ctrl-C would; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+@contextlib.contextmanager
+def fleet_of(config: str, *flags: str) -> Iterator[Fleet]:
+    """`config` is the text of its TOML file, `flags` are those of `tinyloop up`; the model is the demo's
+    unless a flag says otherwise."""
+    with tempfile.TemporaryDirectory(prefix="tl-", ignore_cleanup_errors=True) as directory:
+        model = () if "--model" in flags else ("--model", str(demo_model_path()))
+        fleet = Fleet(directory, config, *model, *flags)
+        try:
+            yield fleet
+        finally:
+            if fleet.process.poll() is None:
+                fleet.stop()
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """Process ids and command lines of all that came from `pid`."""
+    parents: dict[int, list[int]] = {}
+    commands: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents.setdefault(parent, []).append(int(entry.name))
+                commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+    found, todo = [], [pid]
+    while todo:
+        for child in parents.get(todo.pop(), []):
+            todo.append(child)
+            found.append((child, commands.get(child, "")))
+    return found
+
+
+def state_of(pid: int) -> str:
+    """The letter of proc(5); X where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def resident_bytes(pid: int) -> int:
+    """0 where it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
