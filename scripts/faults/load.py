@@ -24,6 +24,7 @@ class Asked:
     options: dict[str, Any]  # of `Client.stream`
     due: float = 0.0  # after the start
     started: float = 0.0
+    ended: float = 0.0
     times: list[float] = field(default_factory=list)  # of each chunk of tokens
     tokens: list[int] = field(default_factory=list)  # as they were streamed
     completion: Any = None
@@ -33,8 +34,8 @@ class Asked:
 
     @property
     def seconds(self) -> float:
-        """From its due time to its end."""
-        return self.times[-1] - self.started if self.times else 0.0
+        """From its start to its end."""
+        return self.ended - self.started
 
 
 def mixed(
@@ -81,6 +82,7 @@ def run(client: Client, each: Asked) -> None:
             each.completion = stream.result()
     except TinyLoopError as error:
         each.error = error
+    each.ended = time.monotonic()
     each.terminals += 1
 
 
