@@ -53,15 +53,12 @@ class Restarts:
 
 class Child:
     """`name` is for people, `arguments` follow `python -m`; its signs of life come to the datagram socket
-    `signs`, bound to `signs_path`, as they would come to systemd."""
+    `signs`, which `listen` binds to `signs_path`, as they would come to systemd."""
 
     def __init__(self, name: str, arguments: Sequence[str], signs_path: str) -> None:
         self.name = name
         self.arguments = list(arguments)
         self.signs = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(signs_path)
-        self.signs.bind(signs_path)
         self.signed_at: float | None = None  # its last sign of life; None: it has not promised any
         self._signs_path = signs_path
         self.restarts = Restarts()
@@ -71,6 +68,12 @@ class Child:
         self.status: int | None = None  # of its last death
         self._process: subprocess.Popen[bytes] | None = None
         self._unfinished = b""
+
+    def listen(self) -> None:
+        """Before the first start: binds `signs`, whose directory is there now. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._signs_path)
+        self.signs.bind(self._signs_path)
 
     @property
     def running(self) -> bool:

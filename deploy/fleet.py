@@ -131,6 +131,8 @@ class Fleet:
             except (endpoints.UnsafeDirectory, OSError) as error:
                 _say(str(error))
                 return 1
+            for child in self._children:
+                child.listen()
             resources.enter_context(self._signals())
             resources.callback(self._selector.close)
             resources.callback(self._kill)

@@ -265,6 +265,7 @@ def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> No
         "print('last', file=sys.stderr)\ntime.sleep(60)\n"
     )
     child = Child("x", ["talker"], str(tmp_path / "signs"))
+    child.listen()
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
