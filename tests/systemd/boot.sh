@@ -25,11 +25,15 @@ for path in $REACHABLE; do
         path=$(dirname "$path")
     done
 done
-systemd-sysusers --root=. usr/lib/sysusers.d/tinyloop.conf
+systemd-sysusers --root="$PWD" tinyloop.conf
 mkdir -p run/systemd/system
 for unit in systemd-tmpfiles-{setup,setup-dev,clean}.service systemd-tmpfiles-clean.timer systemd-udevd.service \
     systemd-udev-trigger.service systemd-{journal-flush,sysctl,random-seed,modules-load,remount-fs}.service \
     sys-kernel-{config,debug,tracing}.mount dev-{hugepages,mqueue}.mount; do
     ln -sf /dev/null "run/systemd/system/$unit"
 done
-exec env container=tinyloop chroot . /lib/systemd/systemd --system --unit=basic.target --log-target=console --show-status=0
+mkdir -p .old # pivot_root and not chroot: in a chroot no service could have a user namespace (unshare(2): EPERM)
+pivot_root . .old
+cd /
+umount -l /.old
+exec env container=tinyloop /lib/systemd/systemd --system --unit=basic.target --log-target=console --show-status=0

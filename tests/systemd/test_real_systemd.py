@@ -70,15 +70,17 @@ class Machine:
         package = Path(tinyloop_serve.deploy.__file__).resolve().parent.parent
         places = (package, demo_model_path().parent, Path(sys.prefix), Path(sys.executable).resolve().parent)
         reachable = " ".join(str(place.resolve()) for place in places)
-        self._log = (tmp_path / "boot.log").open("w+")
-        self._shell = subprocess.Popen(
-            [*UNSHARE, "bash", str(Path(__file__).parent / "boot.sh")],
-            env={**os.environ, "TREE": str(tree), "REACHABLE": reachable},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
+        self._log = tmp_path / "boot.log"
+        with self._log.open("w") as log:
+            self._shell = subprocess.Popen(
+                [*UNSHARE, "bash", str(Path(__file__).parent / "boot.sh")],
+                env={**os.environ, "TREE": str(tree), "REACHABLE": reachable},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         self.pid = wait_until(self._find_systemd, self.log)
+        wait_until(lambda: self.systemctl("is-system-running", check=False) == "running", self.log)
         self.endpoint = f"ipc:///proc/{self.pid}/root/run/tinyloop/front/front.sock"
 
     def _find_systemd(self) -> int:
@@ -90,8 +92,7 @@ class Machine:
         return 0
 
     def log(self) -> str:
-        self._log.flush()
-        return Path(self._log.name).read_text()[-4000:]
+        return self._log.read_text()[-4000:]
 
     def systemctl(self, *words: str, check: bool = True) -> str:
         done = subprocess.run(
@@ -124,7 +125,6 @@ class Machine:
         """SIGTERM does not end it; its namespace dies with it."""
         os.kill(self.pid, signal.SIGKILL)
         self._shell.wait(30)
-        self._log.close()
 
 
 def wait_until(what: Callable[[], Any], explain: Callable[[], str], patience_s: float = PATIENCE_S) -> Any:
