@@ -85,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH")
     inspect.add_argument("--json", action="store_true")
 
+    deploy = commands.add_parser("deploy", help="files for running a fleet as services")
+    kinds = deploy.add_subparsers(dest="kind", required=True, metavar="KIND")
+    systemd = kinds.add_parser("systemd", help="unit files, from the [fleet] table of a configuration file")
+    systemd.add_argument("--config", required=True, metavar="FILE", help="TOML, as for `tinyloop up`")
+    systemd.add_argument("--prefix", required=True, metavar="DIR", help="the files are written below it")
+
     convert = commands.add_parser(
         "convert", help="make a .tinyloop artifact from a GGUF file or a Hugging Face folder"
     )
@@ -215,6 +221,16 @@ def _convert(flags: argparse.Namespace) -> int:
     return report.convert(flags.source, flags.target, flags.dtype, flags.max_loops, not flags.no_beta)
 
 
+def _deploy(flags: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from tinyloop_serve.deploy import systemd
+
+    for path in systemd.render(flags.config, Path(flags.prefix)):
+        print(path)
+    return 0
+
+
 _COMMANDS = {
     "up": _up,
     "generate": _generate,
@@ -222,6 +238,7 @@ _COMMANDS = {
     "status": _status,
     "inspect": _inspect,
     "convert": _convert,
+    "deploy": _deploy,
 }
 
 

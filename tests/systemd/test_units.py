@@ -1,0 +1,108 @@
+"""The unit files. Catches: a key that systemd does not know, a service less locked up than we say, a
+configuration fault that is found only when the service starts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tinyloop_serve.deploy import systemd
+from tinyloop_serve.deploy.fleet import BadConfig
+from tinyloop_serve.native import demo_model_path
+
+FLEET = f'[fleet]\nmodel = "{demo_model_path()}"\nreplicas = 3\n'
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here"
+)
+
+
+def render(tmp_path: Path, text: str) -> Path:
+    config = tmp_path / "fleet.toml"
+    config.write_text(text)
+    systemd.render(str(config), tmp_path / "root")
+    return tmp_path / "root"
+
+
+VARIANTS = {
+    "plain": FLEET,
+    "cuda": FLEET + 'device = "cuda:0"\n',
+    "tcp": FLEET + 'front = "tcp://0.0.0.0:5555"\n[dispatcher]\nkey = "/etc/tinyloop/keys/dispatcher.key"\n',
+}
+
+
+@needs_systemd
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_systemd_knows_every_word(tmp_path: Path, variant: str) -> None:
+    units = render(tmp_path, VARIANTS[variant]) / "etc/systemd/system"
+    names = ["tinyloop.target", "tinyloop-dispatcher.service", "tinyloop-replica@0.service"]
+    shutil.copy(units / "tinyloop-replica@.service", units / "tinyloop-replica@0.service")
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *(str(units / name) for name in names)],
+        capture_output=True,
+        text=True,
+        env={"SYSTEMD_UNIT_PATH": f"{units}:"},
+        timeout=60,
+    )
+    assert checked.stdout + checked.stderr == "", "its exit status is 0 even for a misspelt key"
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", ["tinyloop-dispatcher.service", "tinyloop-replica@.service"])
+def test_a_service_can_do_little_harm(tmp_path: Path, unit: str) -> None:
+    path = render(tmp_path, FLEET) / "etc/systemd/system" / unit
+    shown = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--no-pager", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    exposure = re.search(r"Overall exposure level for .*: ([0-9.]+)", shown)
+    assert exposure and float(exposure.group(1)) <= 2.5, shown
+
+
+def test_what_the_files_say(tmp_path: Path) -> None:
+    root = render(
+        tmp_path, FLEET + "[dispatcher]\ndrain_ms = 9000\n[replica]\nmax_handles = 3\ndrain_s = 4\n"
+    )
+    units = root / "etc/systemd/system"
+    dispatcher = (units / "tinyloop-dispatcher.service").read_text()
+    replica = (units / "tinyloop-replica@.service").read_text()
+    target = (units / "tinyloop.target").read_text()
+    for n in range(3):
+        assert f"--replica ipc:///run/tinyloop/replica-{n}/replica.sock" in dispatcher
+        assert f"tinyloop-replica@{n}.service" in target
+    assert "TimeoutStopSec=14\n" in dispatcher and "TimeoutStopSec=9\n" in replica
+    assert "--max-handles 3" in replica and "--drain-s 4" in replica
+    for text in (dispatcher, replica, target):
+        assert "<" not in text and ">" not in text, "every place was filled"
+    assert "RestartPreventExitStatus=78" in dispatcher and "RestartPreventExitStatus=78" in replica
+    assert (root / "usr/lib/sysusers.d/tinyloop.conf").read_text().startswith("u tinyloop ")
+
+
+def test_keys_come_as_credentials(tmp_path: Path) -> None:
+    text = (render(tmp_path, VARIANTS["tcp"]) / "etc/systemd/system/tinyloop-dispatcher.service").read_text()
+    assert "LoadCredential=dispatcher.key:/etc/tinyloop/keys/dispatcher.key" in text
+    assert "--key %d/dispatcher.key" in text and "PrivateNetwork=no" in text
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("[fleet]\n", "fleet.model: missing"),
+        ('[fleet]\nmodel = "relative"\n', "fleet.model: 'relative'"),
+        (FLEET + "copies = 3\n", "fleet.copies"),
+        (FLEET.replace("3", "0"), "fleet.replicas: 0"),
+        (FLEET.replace("3", '"3"'), "fleet.replicas: '3'"),
+        (FLEET + '[dispatcher]\nmax_wait_ms = "x"\n', "dispatcher.max_wait_ms"),
+        (FLEET + "front = 'tcp://0.0.0.0:5555'\n", "front"),
+        ("no toml", "fleet.toml"),
+    ],
+)
+def test_a_fault_is_named_before_anything_is_written(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(BadConfig, match=re.escape(named)):
+        render(tmp_path, text)
+    assert not (tmp_path / "root").exists()
