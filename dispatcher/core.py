@@ -11,13 +11,14 @@ out), `orders` and `holdings` (handles are made and used), `failover` (replicas 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from tinyloop_serve.dispatcher import audit, guards, status
 from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.effects import Send
-from tinyloop_serve.dispatcher.handles import Order
+from tinyloop_serve.dispatcher.handles import Order, unguessable
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.ledger import lane_bytes, refuse_what_never_fits
 from tinyloop_serve.dispatcher.operator import Operator
@@ -30,8 +31,17 @@ from tinyloop_serve.protocol.limits import validate
 class Core(Operator):
     """One dispatcher's state; not thread-safe. Each public method but `wake_at` and `check` is an event."""
 
-    def __init__(self, config: Config, journal: Journal, now: float, *, name: str, version: str = "") -> None:
-        super().__init__(config, journal, now)
+    def __init__(
+        self,
+        config: Config,
+        journal: Journal,
+        now: float,
+        *,
+        name: str,
+        version: str = "",
+        new_handle: Callable[[], str] = unguessable,
+    ) -> None:
+        super().__init__(config, journal, now, new_handle)
         self.name = name
         self.version = version
         self.started = now

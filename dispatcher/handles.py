@@ -15,6 +15,7 @@ This file must not know sockets, requests or what is sent to whom.
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,11 @@ from tinyloop_serve.protocol.errors import HandleLost
 from tinyloop_serve.protocol.messages import Build, HandleInfo, HeldHandle, Recipe, Sampling
 
 REMEMBERED = 4096  # ended handles whose fate is still told
+
+
+def unguessable() -> str:
+    """A new handle's name: whoever knows it was told."""
+    return secrets.token_hex(16)
 
 
 @dataclass(slots=True, eq=False)

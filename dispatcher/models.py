@@ -42,6 +42,10 @@ class Models:
             return f"it serves {_title(model)}, the fleet serves {_title(self.current)}"
         return ""
 
+    def would_admit(self, model: ModelInfo) -> bool:
+        known = self.current is None or model.fingerprint in (self.current.fingerprint, *self._former)
+        return known or self.would_replace(model)
+
     def would_replace(self, model: ModelInfo) -> bool:
         """Whether a replica that announces it now would change the fleet's model."""
         differs = self.current is not None and model.fingerprint != self.current.fingerprint

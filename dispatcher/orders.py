@@ -6,7 +6,7 @@ replica builds one handle at a time, so that what waits, waits here.
 
 from __future__ import annotations
 
-import secrets
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -24,9 +24,10 @@ LEASE_MS = 600_000  # of a handle that is built again and whose own is not known
 
 
 class Orders(Exits):
-    def __init__(self, config: Config, journal: Journal, now: float) -> None:
+    def __init__(self, config: Config, journal: Journal, now: float, new_handle: Callable[[], str]) -> None:
         super().__init__(config, journal, now)
         self.draining = False  # nothing new is taken
+        self._new_handle = new_handle  # a name
         self._texts: dict[int, Request | Order] = {}  # what is at the tokenizer, by job
         self._next_job = 1
 
@@ -39,7 +40,7 @@ class Orders(Exits):
             self._refuse(client, asked.id, error)
         else:
             held = Held(
-                secrets.token_hex(16),
+                self._new_handle(),
                 tenant,
                 asked.recipe,
                 shared=asked.shared,

@@ -133,7 +133,7 @@ class Replicas:
         replica.refused = bool(why)
         if why:
             return why
-        replica.state, replica.error, replica.health, replica.step_counter = "ready", "", WELL, 0
+        replica.state, replica.error, replica.health, replica.step_counter = "ready", "", ready.health, 0
         replica.ledger = Ledger(ready.budget)
         replica.idle_since = replica.moved_at = now
         if restarted and not replica.leaving:
