@@ -201,7 +201,7 @@ class Handles:
         return self._asked.get((client, request_id))
 
     def orders_of(self, client: bytes) -> list[Order]:
-        return [order for order in self._asked.values() if order.client == client]
+        return [order for order in self.orders.values() if order.held.owner == client]
 
     def orphan(self, order: Order) -> None:
         """Whoever waited for it has left; it is built all the same."""

@@ -153,9 +153,7 @@ class FakeReplica:
     def ready(self) -> Ready:
         held = tuple(HeldHandle(build, 10) for build in self.store.values())
         name, budget = self.endpoint[-2:], BUDGETS[self.endpoint]
-        return Ready(
-            name, self.pid, "cpu", self.model, "{}", budget=budget, handles=held, health=self.health
-        )
+        return Ready(name, self.pid, "cpu", self.model, "{}", budget=budget, handles=held, health=self.health)
 
     def work_off(self) -> Built | None:
         """The first of what waits in the inbox."""
@@ -173,10 +171,13 @@ class FakeReplica:
                 return Built(build.handle, 10, evicted)
 
 
+upset = precondition(lambda self: self.calm >= 3)  # else so much breaks that little ever happens
+
+
 class Dispatcher(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.now = 100.0
+        self.now, self.source = 100.0, ""
         self.new_handle = map("h{:03}".format, itertools.count()).__next__
         self.core = self.new_core()
         self.replicas = {endpoint: FakeReplica(endpoint) for endpoint in ENDPOINTS}
@@ -190,15 +191,16 @@ class Dispatcher(RuleBasedStateMachine):
         self.owner: dict[int, Open] = {}  # key -> whose request it is
         self.names: dict[str, tuple[str, bool]] = {}  # handle -> tenant, shared
         self.calls = 0
+        self.calm = 3  # steps since something broke
 
     def new_core(self) -> Core:
         return Core(CONFIG, Journal(lambda line: None), self.now, name="d", new_handle=self.new_handle)
 
     # -------------------------------------------------------------- clients
 
-    @initialize(endpoints=st.sets(st.sampled_from(ENDPOINTS[:2])))
-    def begin(self, endpoints: set[str]) -> None:
-        for endpoint in sorted(endpoints):
+    @initialize(endpoints=st.sampled_from([ENDPOINTS[:2], ENDPOINTS[:2], ENDPOINTS[:1], ()]))
+    def begin(self, endpoints: tuple[str, ...]) -> None:
+        for endpoint in endpoints:
             self.join(endpoint)
 
     @rule(client=st.sampled_from(CLIENTS), requests=st.lists(REQUESTS, min_size=1, max_size=3))
@@ -210,10 +212,19 @@ class Dispatcher(RuleBasedStateMachine):
     def ask_with_a_handle(
         self, client: bytes, asked: Generate, recipe: Recipe | None, data: st.DataObject
     ) -> None:
-        name = data.draw(st.sampled_from([*sorted(self.names)[-4:], "gone"]))
-        if data.draw(st.booleans()):
-            asked = replace(asked, prompt_text=None, prompt_tokens=None)
+        """Mostly in a way that the handle allows."""
+        name = self.some_handle(data)
+        if (held := self.core.handles.get(name)) and data.draw(st.integers(0, 3)):
+            sampling = replace(asked.sampling, loops=held.recipe.loops, beam_size=1)
+            asked = replace(asked, sampling=sampling, method="plain")
+            recipe = data.draw(st.sampled_from([None, held.recipe]))
+            if held.recipe.kind == "resume":
+                asked = replace(asked, prompt_text=None, prompt_tokens=None)
         self.send(client, replace(asked, handle=name, recipe=recipe))
+
+    def some_handle(self, data: st.DataObject) -> str:
+        names = sorted(held.name for held in self.core.handles)
+        return data.draw(st.sampled_from([*names, *names, *sorted(self.names)[-2:], "gone"]))
 
     @rule(client=st.sampled_from(CLIENTS), asked=REQUESTS, have=st.integers(1, 3))
     def ask_for_the_rest(self, client: bytes, asked: Generate, have: int) -> None:
@@ -240,8 +251,10 @@ class Dispatcher(RuleBasedStateMachine):
     def cancel(self, client: bytes, id: str) -> None:
         self.look(self.core.client_says(client, TENANT_OF[client], Cancel(id), self.now))
 
+    @upset
     @rule(client=st.sampled_from(CLIENTS), how=st.sampled_from(["goodbye", "unreachable", "lease"]))
     def leave(self, client: bytes, how: str) -> None:
+        self.calm = 0
         sends: list[Send] = []
         if how == "lease":
             self.look(self.core.client_says(client, TENANT_OF[client], Ping(1, lease_ms=100), self.now))
@@ -254,10 +267,13 @@ class Dispatcher(RuleBasedStateMachine):
         assert not [send for send in sends if send.peer == client]
         self.open = {which: asked for which, asked in self.open.items() if which[0] != client}
         self.look(sends)
-        assert not [held for held in self.core.handles if held.owner == client]
+        orders = (order.held for order in self.core.handles.orders.values())
+        assert not [held for held in (*self.core.handles, *orders) if held.owner == client]
 
+    @upset
     @rule(client=st.sampled_from(CLIENTS))
     def stop_reading(self, client: bytes) -> None:
+        self.calm = 0
         self.look(self.core.client_slow(client, self.now))
         assert not [w for w, asked in self.open.items() if w[0] == client and isinstance(asked, Generate)]
 
@@ -266,10 +282,12 @@ class Dispatcher(RuleBasedStateMachine):
         shared, detached = data.draw(st.booleans()), data.draw(st.booleans())
         lease_ms = data.draw(st.sampled_from([500, 5000]))
         self.send(client, CreateHandle(id, recipe, shared, detached, lease_ms))
+        if data.draw(st.booleans()):
+            self.work_off(fails=False)
 
     @rule(client=st.sampled_from(CLIENTS), kind=st.sampled_from([RenewHandle, DropHandle]), data=st.data())
     def renew_or_drop(self, client: bytes, kind: type, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from([*sorted(self.names)[-4:], "gone"]))
+        name = self.some_handle(data)
         self.calls += 1
         self.open[client, f"h{self.calls}"] = asked = kind(f"h{self.calls}", name)
         self.look(self.core.client_says(client, TENANT_OF[client], asked, self.now))
@@ -292,64 +310,94 @@ class Dispatcher(RuleBasedStateMachine):
         result = PREFIX if good else InvalidRequest("no")
         self.look(self.core.tokenized(job, result, self.now))
 
-    @rule(endpoint=st.sampled_from(ENDPOINTS))
+    @rule()
+    def reconnect(self) -> None:
+        for endpoint in ENDPOINTS:
+            self.join(endpoint)
+
     def join(self, endpoint: str) -> None:
         """The connection is made; the replica answers the greeting."""
         replica = self.replicas[endpoint]
         if replica.linked and not replica.connected:
             self.look(self.core.replica_connected(endpoint))
 
-    @rule(endpoint=st.sampled_from(ENDPOINTS), model=st.sampled_from(MODELS))
-    def restart_replica(self, endpoint: str, model: ModelInfo) -> None:
+    @upset
+    @rule(endpoint=st.sampled_from(ENDPOINTS), model=st.sampled_from(MODELS), accepted=st.booleans())
+    def restart_replica(self, endpoint: str, model: ModelInfo, accepted: bool) -> None:
         """Its process dies, and a new one is started, maybe with another artifact."""
+        self.calm = 0
         replica = self.replicas[endpoint]
-        was_linked = replica.linked
         replica.die()
         replica.model = model
-        if was_linked:
+        if accepted:
+            self.order(b"alice", "accept", endpoint, 0)
+        if replica.linked:
             self.look(self.core.replica_gone(endpoint, "killed", self.now))
             self.join(endpoint)
 
-    @rule(endpoint=st.sampled_from(ENDPOINTS), data=st.data())
-    def step(self, endpoint: str, data: st.DataObject) -> None:
-        """A token for some lanes, more for others, the end for some; the credit comes back with the last."""
+    @upset
+    @rule(endpoint=st.sampled_from(ENDPOINTS))
+    def greet_again(self, endpoint: str) -> None:
+        """The replica's process was replaced behind the same connection."""
+        self.calm = 0
         replica = self.replicas[endpoint]
-        if replica.run is not None:
+        if replica.linked:
+            self.tell(replica, Hello("d"))
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        """Tokens for some lanes, the end for some; the credit comes back with the last."""
+        for replica in self.busy():
             which = [key for key in replica.lanes if data.draw(st.booleans())]
             count = data.draw(st.integers(1, 3))
-            self.speak(replica, which, count, gives_up=data.draw(st.integers(0, 9)) == 0)
+            self.speak(replica, which, count, gives_up=data.draw(st.integers(0, 15)) == 15)
 
-    @rule(endpoint=st.sampled_from(ENDPOINTS))
-    def finish(self, endpoint: str) -> None:
-        replica = self.replicas[endpoint]
-        if replica.run is not None:
+    @rule()
+    def finish(self) -> None:
+        for replica in self.busy():
             self.speak(replica, list(replica.lanes), 99, gives_up=False)
 
-    @rule(endpoint=st.sampled_from(ENDPOINTS), fails=st.sampled_from([False, False, False, True]))
-    def work_off(self, endpoint: str, fails: bool) -> None:
-        replica = self.replicas[endpoint]
-        if replica.connected and replica.inbox and (built := replica.work_off()):
-            if fails:
-                del replica.store[built.handle]
-                built = replace(built, bytes=0, code="engine", message="out of memory")
-            self.look(self.core.replica_says(endpoint, built, (), self.now))
+    def busy(self) -> list[FakeReplica]:
+        return [replica for replica in self.replicas.values() if replica.run]
 
-    @rule(endpoint=st.sampled_from(ENDPOINTS), how=st.sampled_from(["goodbye", "killed", "cut off"]))
-    def lose(self, endpoint: str, how: str) -> None:
-        replica = self.replicas[endpoint]
-        if not replica.linked:
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def work_off(self, fails: bool) -> None:
+        """What the replicas have in their inboxes, which wait behind no run here."""
+        for replica in self.replicas.values():
+            while replica.connected and replica.inbox:
+                if built := replica.work_off():
+                    if fails:
+                        del replica.store[built.handle]
+                        built = replace(built, bytes=0, code="engine", message="out of memory")
+                    self.look(self.core.replica_says(replica.endpoint, built, (), self.now))
+
+    @upset
+    @rule(data=st.data(), how=st.sampled_from(["goodbye", "killed", "killed", "cut off", "hung"]))
+    def lose(self, data: st.DataObject, how: str) -> None:
+        self.calm = 0
+        linked = [replica for replica in self.replicas.values() if replica.linked]
+        if not linked:
+            return
+        replica = data.draw(st.sampled_from(self.busy() or linked))
+        if how == "hung":
+            self.wait(3.0, replica.endpoint)
             return
         if how == "goodbye":
-            sends = self.core.replica_says(endpoint, Goodbye(), (), self.now)
+            sends = self.core.replica_says(replica.endpoint, Goodbye(), (), self.now)
         else:
             if how == "killed":
                 replica.die()
-            sends = self.core.replica_gone(endpoint, how, self.now)
-        assert Send(endpoint, Reset()) in sends
+            sends = self.core.replica_gone(replica.endpoint, how, self.now)
+        assert Send(replica.endpoint, Reset()) in sends
         self.look(sends)
+        if data.draw(st.booleans()):
+            self.join(replica.endpoint)
 
+    @upset
     @rule(endpoint=st.sampled_from(ENDPOINTS), health=st.sampled_from(["ok", "3 runs in a row failed"]))
     def fall_ill_or_recover(self, endpoint: str, health: str) -> None:
+        self.calm = 0
         replica = self.replicas[endpoint]
         if replica.connected:
             replica.health = health
@@ -359,6 +407,7 @@ class Dispatcher(RuleBasedStateMachine):
 
     # -------------------------------------------------------------- operators, time, the dispatcher itself
 
+    @upset
     @rule(
         client=st.sampled_from([b"alice", b"alice", b"alice", b"bob"]),
         action=st.sampled_from(["attach", "drain", "drain", "resume", "detach", "accept"]),
@@ -366,6 +415,7 @@ class Dispatcher(RuleBasedStateMachine):
         within_ms=st.sampled_from([0, 300, 30_000]),
     )
     def order(self, client: bytes, action: Any, endpoint: str, within_ms: int) -> None:
+        self.calm = 0
         self.calls += 1
         replica = self.replicas[endpoint]
         target = replica.model.fingerprint if action == "accept" else endpoint
@@ -382,7 +432,8 @@ class Dispatcher(RuleBasedStateMachine):
         self.look(sends)
 
     @rule(
-        seconds=st.sampled_from([0.001, 0.010, 0.050, 0.3, 1.0]), mute=st.sampled_from([None, *ENDPOINTS[:2]])
+        seconds=st.sampled_from([0.001, 0.010, 0.050, 0.3, 2.0]),
+        mute=st.sampled_from([None, None, *ENDPOINTS[:2]]),
     )
     def wait(self, seconds: float, mute: str | None) -> None:
         end, turns = self.now + seconds, 0
@@ -391,12 +442,13 @@ class Dispatcher(RuleBasedStateMachine):
             sends = self.core.tick(self.now)
             self.look(sends)
             self.answer_pings(sends, mute)
-            assert (turns := turns + 1) < 200, "it wakes for nothing"
+            assert (turns := turns + 1) < 300, "it wakes for nothing"
 
-    @precondition(lambda self: len({replica.model.name for replica in self.replicas.values()}) == 1)
+    @upset
     @rule()
     def restart_dispatcher(self) -> None:
         """Without a word to anybody. Clients notice, reconnect and ask for the rest of each answer."""
+        self.calm = 0
         serving = {r.model.fingerprint for r in self.replicas.values() if r.linked}
         if len(serving) > 1:
             return
@@ -434,11 +486,8 @@ class Dispatcher(RuleBasedStateMachine):
             for job in list(self.texts):
                 del self.texts[job]
                 self.look(self.core.tokenized(job, PREFIX, self.now))
-            for replica in self.replicas.values():
-                if replica.connected and replica.inbox:
-                    self.work_off(replica.endpoint, fails=False)
-                if replica.run:
-                    self.speak(replica, list(replica.lanes), 99, gives_up=False)
+            self.work_off(fails=False)
+            self.finish()
             self.wait(0.010 if turn < 100 else 0.050, None)
             self.the_books_agree()
             if not self.open and not self.core.handles.orders:
@@ -446,13 +495,10 @@ class Dispatcher(RuleBasedStateMachine):
         assert not self.open and not self.core.requests.live() and not self.core.handles.orders
         for client in CLIENTS:
             self.look(self.core.client_gone(client, self.now))
-        detached = [held for held in self.core.handles if not held.detached]
-        assert not detached, "what was not detached went with its client"
+        assert not [held for held in self.core.handles if held.owner], "all owners have left"
         for _ in range(7):
             self.wait(1.0, None)
-        for replica in self.replicas.values():
-            while replica.connected and replica.inbox:
-                self.work_off(replica.endpoint, fails=False)
+        self.work_off(fails=False)
         assert not len(self.core.handles), "leases have run out"
         self.the_books_agree()
 
@@ -604,6 +650,7 @@ class Dispatcher(RuleBasedStateMachine):
 
     @invariant()
     def the_books_agree(self) -> None:
+        self.calm += 1
         self.core.check(self.now)
         live = {(request.client, request.id) for request in self.core.requests.live()}
         assert live == {which for which, asked in self.open.items() if isinstance(asked, Generate)}
