@@ -432,6 +432,7 @@ class Ready(Message, frozen=True):
     budget: Budget | None = None  # None: not limited
     calibration: Calibration | None = None  # None: not measured (yet): see Calibrated
     handles: tuple[HeldHandle, ...] = ()
+    health: str = "ok"  # as in `Pong`
 
 
 class Calibrated(Message, frozen=True):
