@@ -73,10 +73,10 @@ class Admission:
         retry_s = min(max(retry_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
         raise Overloaded(f"{why}; try again in {retry_s:.1f} s", retry_after_s=retry_s)
 
-    def may_run(self, tenant: Tenant) -> bool:
-        """Whether the tenant's own limit lets one more of its requests run."""
+    def may_run(self, tenant: Tenant, beside: int = 0) -> bool:
+        """Whether the tenant's own limit lets one more of its requests run, beside those about to."""
         mine = self._tenants.get(tenant.name)
-        return not tenant.max_running or mine is None or mine.running < tenant.max_running
+        return not tenant.max_running or mine is None or mine.running + beside < tenant.max_running
 
     def started(self, tenant: str) -> None:
         for counts in (self._all, self._tenants[tenant]):

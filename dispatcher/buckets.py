@@ -116,7 +116,7 @@ class Buckets(Generic[R]):
 
     def take(self, now: float, room: Room[R] = everything) -> Call[R] | None:
         """The next engine call for the replica at hand, out of its bucket; None: it has nothing to do."""
-        ripe = [bucket for bucket in self._buckets.values() if self._ripe_at(bucket) <= now]
+        ripe = self.ripe(now)
         tenants = {tenant for bucket in ripe for tenant in bucket.queues}
         for tenant in sorted(tenants, key=lambda tenant: (self._shares.time(tenant), tenant)):
             mine = [bucket for bucket in ripe if tenant in bucket.queues]
@@ -124,6 +124,10 @@ class Buckets(Generic[R]):
                 if lanes := self._lanes(bucket, tenant, room):
                     return self._call(bucket, lanes, now)
         return None
+
+    def ripe(self, now: float) -> list[Bucket[R]]:
+        """Those whose next call may start."""
+        return [bucket for bucket in self._buckets.values() if self._ripe_at(bucket) <= now]
 
     def _ripe_at(self, bucket: Bucket[R]) -> float:
         """When its next call may start, seconds."""

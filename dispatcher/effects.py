@@ -22,6 +22,15 @@ class Tokenize(NamedTuple):
 
     key: int
     text: str
+    bos: bool = True  # False: it goes on after other tokens, so nothing is put in front
+
+
+class Attach(NamedTuple):
+    """To a replica's link, which there is none of yet: connect to this endpoint from now on."""
+
+
+class Detach(NamedTuple):
+    """To a replica's link: what was said still goes out, then it is closed for good and forgotten."""
 
 
 class Reset(NamedTuple):
@@ -32,5 +41,5 @@ class Send(NamedTuple):
     """`payloads` are encoded bodies for a client, sent as they came, and then `message` is None."""
 
     peer: Peer
-    message: Message | Load | Tokenize | Reset | None
+    message: Message | Load | Tokenize | Attach | Detach | Reset | None
     payloads: tuple[bytes, ...] = ()

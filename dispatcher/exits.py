@@ -1,15 +1,20 @@
-"""Every way out of the dispatcher, each with exactly one terminal message; replicas coming and going.
+"""Every way out of the dispatcher, each with exactly one terminal message.
 
-`Exits` holds the dispatcher's tables and `_end`, the only way out. `core.py` builds on it and is where to
-start reading. Without I/O, as there.
+`Exits` holds the dispatcher's tables and `_end`, the only way out. On it stand, one on the other: `orders.py`
+and `holdings.py` (handles are made and used), `failover.py` (replicas and clients come and go), `operator.py`
+(an operator's orders) and `core.py`, which is where to start reading. Without I/O, as there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
+from tinyloop_serve.dispatcher.admission import Admission
 from tinyloop_serve.dispatcher.buckets import Buckets
 from tinyloop_serve.dispatcher.clients import Clients
 from tinyloop_serve.dispatcher.config import Config
-from tinyloop_serve.dispatcher.effects import TOKENIZER, Load, Reset, Send
+from tinyloop_serve.dispatcher.effects import Send
+from tinyloop_serve.dispatcher.handles import Handles
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.replicas import Replicas
 from tinyloop_serve.dispatcher.requests import Request, Requests, State
@@ -18,13 +23,19 @@ from tinyloop_serve.protocol import codec, errors, messages
 
 class Exits:
     def __init__(self, config: Config, journal: Journal, now: float) -> None:
-        self.requests = Requests(config)  # who is live
-        self.buckets = Buckets(config)  # who goes next
+        self.requests = Requests()  # who is live
+        self.admission = Admission(config)  # how many may wait
+        self.buckets: Buckets[Request] = Buckets(config)  # who goes next
         self.replicas = Replicas(config, now)  # who serves
+        self.handles = Handles()  # what the replicas hold
         self.clients = Clients()  # who is still there
+        self.outcomes: Counter[str] = Counter()  # of requests: "answered", "cancelled", or what went wrong
+        self.tokens = 0  # forwarded
         self.refused = 0  # requests that were never admitted
+        self.failovers = 0  # requests that went on after a replica was lost
         self._config = config
         self._journal = journal
+        self._stirred = False  # something changed that may let a call start
         self._out: list[Send] = []  # said by the event in progress
 
     def _end(
@@ -36,12 +47,19 @@ class Exits:
         stats: messages.Stats | None = None,
     ) -> None:
         """The only way out. `terminal` is None when the replica's own goes out, or there is no reader."""
+        running = request.state is State.RUNNING
+        share = 1.0 if outcome == "answered" else request.share_done
         if request.state is State.WAITING:
             self.buckets.remove(request)
+        if running:
+            self.buckets.refund(request.tenant, request.cost * (1 - request.share_done))
         if terminal is not None:
             self._out.append(Send(request.client, terminal))
-        self.requests.end(request, now, failed=outcome not in ("answered", "cancelled"))
+        self.admission.ended(request.tenant, request.cost, share, running=running, now=now)
+        self.requests.end(request, failed=outcome not in ("answered", "cancelled"))
+        self.outcomes[outcome] += 1
         self._journal.request(request, outcome, now, stats)
+        self._stirred = True
 
     def _answered(self, request: Request, payload: bytes, now: float) -> None:
         """The replica's own terminal has gone out as it came; it is read here for the books alone."""
@@ -72,17 +90,13 @@ class Exits:
         else:
             self._end(request, request.done_cancelled(now), "cancelled", now)
 
-    def _forget(self, client: bytes, outcome: str, now: float) -> None:
-        """The client is gone: its lanes are stopped, it is sent nothing."""
-        self.clients.remove(client)
-        requests = self.requests.of(client)
-        self._stop_lanes(requests)
-        for request in requests:
-            self._end(request, None, outcome, now)
-
     def _stop_lanes(self, requests: list[Request]) -> None:
-        for endpoint, keys in self.replicas.lanes_of(requests):
-            self._out.append(Send(endpoint, messages.CancelLanes(keys)))
+        """At their next step; those that run on no replica are left out."""
+        lanes: dict[str, list[int]] = {}
+        for request in requests:
+            if request.replica and request.key in self.replicas[request.replica].lanes:
+                lanes.setdefault(request.replica, []).append(request.key)
+        self._out += [Send(peer, messages.CancelLanes(tuple(keys))) for peer, keys in lanes.items()]
 
     def _refuse(self, client: bytes, request_id: str, error: errors.TinyLoopError) -> None:
         """Never admitted, so there is nothing to end."""
@@ -90,44 +104,3 @@ class Exits:
         self._out.append(Send(client, codec.failed_from(error, request_id)))
         who = {"id": request_id, "client": client.hex()}
         self._journal.event("refused", **who, code=error.code, message=error.message)
-
-    # ------------------------------------------------------------------ replicas and clients come and go
-
-    def _beat(self, now: float, late_s: float) -> None:
-        """Life signs: who has gone silent, and the next round of pings; we are `late_s` behind with it."""
-        self.clients.excuse(late_s)
-        for client in self.clients.expired(now):
-            self._forget(client, "lease_expired", now)
-        for endpoint, why in self.replicas.expired(now):
-            self._lose(endpoint, why, now)
-        for request in self.requests.waiting_without(self.replicas.none_since, now):
-            self._fail(request, errors.Unavailable(self.replicas.why_none()), now)
-        self._out += [Send(endpoint, messages.Ping(n)) for endpoint, n in self.replicas.ping(now)]
-
-    def _join(self, endpoint: str, ready: messages.Ready, now: float) -> bool:
-        """Takes its announcement; True when this is the first, from which the fleet knows its model."""
-        if self.replicas[endpoint].alive:  # it started anew on the same connection: what it had is void
-            self._lose(endpoint, "it announced itself again", now, reset=False)
-        first = self.replicas.model is None
-        if why := self.replicas.join(endpoint, ready, now):
-            self._out.append(Send(endpoint, messages.Goodbye()))
-            self._lose(endpoint, why, now, reset=False)
-        else:
-            who = {"endpoint": endpoint, "replica": ready.name, "model": ready.model.fingerprint}
-            self._journal.event("replica_ready", **who, pid=ready.pid)
-        if first:
-            self._out.append(Send(TOKENIZER, Load(ready.tokenizer, ready.add_bos)))
-        return first
-
-    def _lose(self, endpoint: str, why: str, now: float, *, reset: bool = True) -> None:
-        """Its requests end here; continuing them on another replica would go here."""
-        keys = self.replicas.lose(endpoint, why, now)
-        if reset:
-            self._out.append(Send(endpoint, Reset()))
-        self._journal.event("replica_lost", endpoint=endpoint, why=why, requests=len(keys))
-        for request in self.requests.among(keys):
-            if request.cancelled:
-                self._end(request, request.done_cancelled(now), "cancelled", now)
-            else:
-                lost = f"replica {self.replicas[endpoint].name} was lost: {why}"
-                self._fail(request, errors.ReplicaLost(lost), now)

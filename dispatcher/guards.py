@@ -1,8 +1,8 @@
 """What the dispatcher refuses before any work is done: what the announced model cannot do, and modes.
 
 Every refusal is a typed error that names the field and shows the arithmetic. Ranges that need no model
-(NaN, negative counts, lengths of ids) were refused by the codec. This file must not know queues, replicas
-or sockets.
+(NaN, negative counts, lengths of ids) were refused by `limits.validate`. This file must not know queues,
+replicas or sockets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tinyloop_serve.protocol.errors import (
     Unavailable,
     bad_field,
 )
-from tinyloop_serve.protocol.limits import validate
 from tinyloop_serve.protocol.messages import Generate, HandleKind, ModelInfo, Recipe, Sampling
 from tinyloop_serve.protocol.modes import supported
 
@@ -28,12 +27,8 @@ if TYPE_CHECKING:
     from tinyloop_serve.dispatcher.replicas import Replicas
 
 
-def enter(asked: Generate, draining: bool, replicas: Replicas, config: Config) -> None:
-    """Whether the dispatcher takes it at all: its form, and that somebody may serve it.
-
-    Raises `InvalidRequest`, `LimitExceeded` or `Unavailable`.
-    """
-    validate(asked)
+def enter(draining: bool, replicas: Replicas, config: Config) -> None:
+    """Whether the dispatcher takes anything at all. Raises `Unavailable`."""
     if draining:
         raise Unavailable("the dispatcher is shutting down and takes no new requests")
     if not config.replica_wait_ms and not replicas.alive():
@@ -50,6 +45,7 @@ def check(asked: Generate, prompt: bytes, model: ModelInfo, config: Config) -> S
     _allow(asked, config)
     sampling = resolve(asked.sampling, model)
     _fit(prompt, asked, model)
+    _in_vocabulary("done", asked.done, model)
     return sampling
 
 
@@ -151,8 +147,12 @@ def _fit(prompt: bytes, asked: Generate, model: ModelInfo) -> None:
             raise LimitExceeded(message, field="max_tokens", value=value, accepted=f"1 to {room}")
         accepted = f"at most {model.max_seq_len - 1} tokens"
         raise LimitExceeded(message, field=field, value=f"{length} tokens", accepted=accepted)
-    ids = tokens_from_bytes(prompt, field)
-    if (largest := max(ids)) >= model.vocab_size:
+    _in_vocabulary(field, prompt, model)
+
+
+def _in_vocabulary(field: str, tokens: bytes, model: ModelInfo) -> None:
+    ids = tokens_from_bytes(tokens, field)
+    if (largest := max(ids, default=0)) >= model.vocab_size:
         where = f"{field}[{ids.index(largest)}]"
         raise InvalidRequest(
             f"{where} = {largest} is not in the vocabulary of {model.vocab_size}",

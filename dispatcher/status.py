@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tinyloop_serve.dispatcher.buckets import Bucket
     from tinyloop_serve.dispatcher.core import Core
     from tinyloop_serve.dispatcher.replicas import Replica
+    from tinyloop_serve.dispatcher.requests import Request
 
 
 def snapshot(core: Core, status_id: str, now: float) -> Status:
@@ -20,19 +21,24 @@ def snapshot(core: Core, status_id: str, now: float) -> Status:
         model=core.replicas.model,
         replicas=tuple(_replica(replica, now) for replica in core.replicas),
         buckets=tuple(_bucket(bucket, now) for bucket in core.buckets),
-        waiting=core.requests.waiting,
-        running=core.requests.running,
+        waiting=core.admission.waiting,
+        running=core.admission.running,
         finished=core.requests.finished,
-        failed=core.requests.failed + core.refused,
+        failed=core.requests.failed,
         clients=len(core.requests.clients() | core.clients.known()),
+        refused=core.refused,
+        failovers=core.failovers,
+        handles=len(core.handles),
+        draining=core.draining,
     )
 
 
 def _replica(replica: Replica, now: float) -> ReplicaStatus:
+    ledger, budget = replica.ledger, replica.ledger.budget
     return ReplicaStatus(
         name=replica.name,
         endpoint=replica.endpoint,
-        state=replica.state,
+        state="draining" if replica.alive and replica.draining else replica.state,
         pid=replica.ready.pid if replica.ready else 0,
         running=len(replica.lanes),
         served=replica.served,
@@ -40,12 +46,26 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
         memory_bytes=replica.memory_bytes,
         last_seen_ms=_ms(now - replica.last_seen) if replica.last_seen else 0,
         error=replica.error,
+        fingerprint=replica.fingerprint,
+        weights=replica.ready.weights if replica.ready else "",
+        budget_bytes=budget.cache_bytes + budget.handle_bytes if budget else 0,
+        reserved_bytes=ledger.cache_bytes + ledger.handle_bytes,
+        handles=ledger.handles,
+        max_handles=budget.max_handles if budget else 0,
+        speculation=_speculation(replica),
+        health=replica.health,
     )
 
 
-def _bucket(bucket: Bucket, now: float) -> BucketStatus:
-    oldest = _ms(now - bucket.queue[0].arrived)
-    return BucketStatus(shape=str(bucket.shape), waiting=len(bucket.queue), oldest_ms=oldest)
+def _speculation(replica: Replica) -> str:
+    measured = replica.calibration
+    if replica.ready is None or measured is None:
+        return "pending" if replica.alive else ""
+    return f"{'on' if measured.enabled else 'off'} {measured.speedup:.2f}x"
+
+
+def _bucket(bucket: Bucket[Request], now: float) -> BucketStatus:
+    return BucketStatus(shape=str(bucket.shape), waiting=len(bucket), oldest_ms=_ms(now - bucket.oldest))
 
 
 def _ms(seconds: float) -> int:

@@ -57,7 +57,7 @@ class Bench:
         self.sent.clear()
 
     def client(self, client: bytes, message: Any) -> list[Send]:
-        return self._after(self.core.client_says(client, message, self.now))
+        return self._after(self.core.client_says(client, "local", message, self.now))
 
     def replica(self, endpoint: str, message: Any, payloads: tuple[bytes, ...] = ()) -> list[Send]:
         return self._after(self.core.replica_says(endpoint, message, payloads, self.now))

@@ -91,20 +91,20 @@ class Dispatcher(RuleBasedStateMachine):
     def ask(self, client: bytes, requests: list[Generate]) -> None:
         for asked in requests:
             if (client, asked.id) in self.unanswered:
-                (send,) = self.core.client_says(client, asked, self.now)  # a duplicate changes nothing else
+                (send,) = self.core.client_says(client, "local", asked, self.now)  # a duplicate changes nothing else
                 assert isinstance(send.message, Failed) and send.message.field == "id"
                 continue
             self.unanswered.add((client, asked.id))
-            self.look(self.core.client_says(client, asked, self.now))
+            self.look(self.core.client_says(client, "local", asked, self.now))
 
     @rule(client=st.sampled_from(CLIENTS), id=st.sampled_from(IDS))
     def cancel(self, client: bytes, id: str) -> None:
-        self.look(self.core.client_says(client, Cancel(id), self.now))
+        self.look(self.core.client_says(client, "local", Cancel(id), self.now))
 
     @rule(client=st.sampled_from(CLIENTS), how=st.sampled_from(["goodbye", "unreachable"]))
     def leave(self, client: bytes, how: str) -> None:
         if how == "goodbye":
-            sends = self.core.client_says(client, Goodbye(), self.now)
+            sends = self.core.client_says(client, "local", Goodbye(), self.now)
         else:
             sends = self.core.client_gone(client, self.now)
         assert not [send for send in sends if send.peer == client]

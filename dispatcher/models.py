@@ -1,0 +1,52 @@
+"""Which models the replicas of this fleet may serve: one for new requests, and former ones for the rest of
+their answers.
+
+    current   what new requests are run with: the first replica's, then the first accepted one's
+    former    what was current before: such a replica finishes answers that were begun with it
+    accepted  what an operator lets replace `current`, once
+
+This file must not know replicas.
+"""
+
+from __future__ import annotations
+
+from tinyloop_serve.protocol.messages import ModelInfo
+
+
+class Models:
+    def __init__(self) -> None:
+        self.current: ModelInfo | None = None
+        self._former: dict[str, ModelInfo] = {}  # by fingerprint
+        self._accepted: str | None = None  # a fingerprint; "" = any; None: the fleet stays as it is
+
+    def known(self, fingerprint: str) -> ModelInfo:
+        """The current one or a former one."""
+        assert self.current is not None
+        return self.current if self.current.fingerprint == fingerprint else self._former[fingerprint]
+
+    def accept(self, fingerprint: str) -> None:
+        """The next replica that announces it makes it the fleet's model."""
+        self._accepted = fingerprint
+
+    def admit(self, model: ModelInfo) -> str:
+        """Returns "" or why a replica with this model must not serve; may change `current`."""
+        if self.current is None:
+            self.current = model
+        elif model.fingerprint == self.current.fingerprint:
+            pass
+        elif self.would_replace(model):
+            self._former[self.current.fingerprint] = self.current
+            self._former.pop(model.fingerprint, None)
+            self.current, self._accepted = model, None
+        elif model.fingerprint not in self._former:
+            return f"it serves {_title(model)}, the fleet serves {_title(self.current)}"
+        return ""
+
+    def would_replace(self, model: ModelInfo) -> bool:
+        """Whether a replica that announces it now would change the fleet's model."""
+        differs = self.current is not None and model.fingerprint != self.current.fingerprint
+        return differs and self._accepted in ("", model.fingerprint)
+
+
+def _title(model: ModelInfo) -> str:
+    return f"{model.name} ({model.fingerprint[:12]})"
