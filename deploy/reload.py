@@ -63,7 +63,7 @@ class Reload:
             for name in self._names:
                 old = self._replica(client, name)
                 if old.state in ("ready", "busy", "draining"):
-                    client.control("drain", name, within_ms=int(PATIENCE_S * 1000))
+                    client.control("drain", name, within_s=PATIENCE_S)
                     self._await(client, name, lambda replica: not replica.running)
                 self._restarts.put(name)
                 self._await(

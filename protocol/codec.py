@@ -77,7 +77,7 @@ class Direction(Generic[T]):
         """The message in `frames`. A `Step` has its payloads in `frames[2:]`, checked for number and size."""
         if not 2 <= len(frames) <= MAX_FRAMES:
             raise ProtocolError(f"{len(frames)} frames received; expected 2 to {MAX_FRAMES}: version, body")
-        _check_version(frames[0])
+        check_version(frames[0])
         message = self.decode_body(frames[1])
         payloads = len(message.keys) if isinstance(message, Step) else 0
         if len(frames) != 2 + payloads:
@@ -92,7 +92,7 @@ class Direction(Generic[T]):
         if not 2 <= len(frames) <= 1 + MAX_BODIES:
             expected = f"2 to {1 + MAX_BODIES}: version, bodies"
             raise ProtocolError(f"{len(frames)} frames received; expected {expected}")
-        _check_version(frames[0])
+        check_version(frames[0])
         if len(frames) > 2 and sum(map(len, frames)) - len(VERSION) > MAX_BODIES_BYTES:
             accepted = f"at most {MAX_BODIES_BYTES} bytes where a message has several bodies"
             raise LimitExceeded(f"body: {accepted} are accepted", field="body", accepted=accepted)
@@ -136,7 +136,8 @@ class Direction(Generic[T]):
         )
 
 
-def _check_version(theirs: bytes) -> None:
+def check_version(theirs: bytes) -> None:
+    """Of frame 0. Raises `ProtocolError`, which names both."""
     if theirs != VERSION:
         shown, ours = ascii(theirs[:16])[1:], ascii(VERSION)[1:]
         raise ProtocolError(

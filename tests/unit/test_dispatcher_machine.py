@@ -91,7 +91,9 @@ class Dispatcher(RuleBasedStateMachine):
     def ask(self, client: bytes, requests: list[Generate]) -> None:
         for asked in requests:
             if (client, asked.id) in self.unanswered:
-                (send,) = self.core.client_says(client, "local", asked, self.now)  # a duplicate changes nothing else
+                (send,) = self.core.client_says(
+                    client, "local", asked, self.now
+                )  # a duplicate changes nothing else
                 assert isinstance(send.message, Failed) and send.message.field == "id"
                 continue
             self.unanswered.add((client, asked.id))
