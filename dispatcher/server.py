@@ -1,9 +1,9 @@
 """The dispatcher's sockets and clock, and nothing else: frames in, `core.py` decides, frames out.
 
 One thread, one poll loop, a bounded number of messages from each socket per turn, and no call that waits
-but the poll. `_read_front` is where a request arrives; `_say` is where everything leaves. Each replica has
-a `Link`: one connection is one conversation, so a lost replica gets a fresh socket, and nothing that was
-said before the loss can reach anybody after it.
+but the poll. `_read_front` is where a request arrives. Tokens come in through `link.py`, one link per
+replica; all that one turn has for a client leaves in one message (`_deliver`), because a message costs far
+more than its bodies.
 """
 
 from __future__ import annotations
@@ -13,54 +13,80 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.core import Core
-from tinyloop_serve.dispatcher.effects import Load, Reset, Send, Tokenize
+from tinyloop_serve.dispatcher.effects import Attach, Detach, Load, Reset, Send, Tokenize
+from tinyloop_serve.dispatcher.encryption import Keyring
 from tinyloop_serve.dispatcher.endpoints import Place
 from tinyloop_serve.dispatcher.journal import Journal
+from tinyloop_serve.dispatcher.link import LINGER_MS, Link
 from tinyloop_serve.dispatcher.outbox import Outbox, Verdict
+from tinyloop_serve.dispatcher.readers import ConfigError
+from tinyloop_serve.dispatcher.tenants import LOCAL
 from tinyloop_serve.dispatcher.tokenize import Tokenizer
 from tinyloop_serve.dispatcher.wake import Wake
-from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_CLIENT, TO_DISPATCHER, TO_REPLICA, salvage_id
+from tinyloop_serve.protocol import keys
+from tinyloop_serve.protocol.codec import (
+    TO_CLIENT,
+    TO_DISPATCHER,
+    TO_REPLICA,
+    failed_from,
+    parcels,
+    salvage_id,
+)
 from tinyloop_serve.protocol.errors import LimitExceeded, TinyLoopError
-from tinyloop_serve.protocol.limits import MAX_BACK_BODY_BYTES, MAX_BODY_BYTES
-from tinyloop_serve.protocol.messages import VERSION, ToDispatcher
+from tinyloop_serve.protocol.host import Supervisor
+from tinyloop_serve.protocol.limits import MAX_BODY_BYTES, check_announced
+from tinyloop_serve.protocol.messages import VERSION, Built, Message, Ready, ToDispatcher
+from tinyloop_serve.protocol.zap import Gate, user_of
 
 MESSAGES_PER_TURN = 200  # from one socket
+FRAMES_KEPT = 4  # of one message: a well-formed one has three
 RETRY_S = 0.01  # for frames that a client could not take
-RECONNECT_S = 0.1  # before a lost replica is tried again
 GOODBYE_S = 0.5  # for the last frames to leave
 QUEUED_PER_CLIENT = 100  # messages inside ZeroMQ; more wait in our own outbox, where they are counted
+REFUSALS_S = 1.0  # between two log lines on keys that were refused
+LAST, MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class Server:
     def __init__(self, config: Config, journal: Journal, version: str = "") -> None:
         """Binds the front. Raises `EndpointTaken`, `ConfigError`, `OSError` or `zmq.ZMQError`."""
         self._config = config
+        self._journal = journal
+        self._keyring = Keyring(config)
         self._place = Place(config.front)
         self._context = zmq.Context()
+        encrypted = self._keyring.front is not None
+        self._gate = Gate(self._context, self._keyring.users, self._denied) if encrypted else None
         try:
             self._front = self._bind()
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             self._place.close()
             raise
+        # pyzmq's own `send` checks and wraps, which takes four times as long as the sending.
+        self._send = super(zmq.Socket, self._front).send
         self._wake = Wake()
         self._poller = zmq.Poller()
         self._poller.register(self._front, zmq.POLLIN)
         self._poller.register(self._wake.fd, zmq.POLLIN)
-        self._links = {e: Link(e, self._context, self._poller) for e in config.replicas}
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._links = {e: self._link(e) for e in config.replicas}
         self._outbox = Outbox(self._attempt, config.client_bytes, config.client_stall_ms / 1000)
+        self._mail: dict[bytes, list[bytes]] = {}  # bodies that this turn has for a client
         self._tokenizer = Tokenizer(self._wake)
+        self._supervisor = Supervisor()
         name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._core = Core(config, journal, time.monotonic(), name=name, version=version)
         self._stops = 0  # how often `stop` was called
+        self._refused = 0  # keys, since the last log line on them
+        self._refused_at = -REFUSALS_S
 
     @property
     def endpoint(self) -> str:
@@ -85,16 +111,24 @@ class Server:
         self._close()
 
     def _turn(self, wake_at: float) -> None:
-        times = [wake_at, *(link.open_at for link in self._links.values() if not link.open)]
+        until = min(wake_at, self._supervisor.wake_at())
+        for link in self._links.values():
+            if not link.open and link.open_at < until:
+                until = link.open_at
         if self._outbox:
-            times.append(time.monotonic() + RETRY_S)
-        wait_ms = math.ceil(1000 * (min(times) - time.monotonic()))
+            until = min(until, time.monotonic() + RETRY_S)
+        wait_ms = math.ceil(1000 * (until - time.monotonic()))
         ready = dict(self._poller.poll(max(0, wait_ms)))
         now = time.monotonic()
-        self._wake.clear()
-        for link in self._links.values():
+        self._supervisor.alive(now)
+        if self._wake.fd in ready:
+            self._wake.clear()
+        if self._gate is not None and self._gate.socket in ready:
+            self._gate.serve()
+        for link in list(self._links.values()):
             if link.due(ready, now):
-                self._read_replica(link, now)
+                self._read_replica(link, *link.news(ready), now)
+                self._deliver(now)
         if self._front in ready:
             self._read_front(now)
         for key, result in self._tokenizer.results():
@@ -103,18 +137,32 @@ class Server:
             self._say(self._verdict(client, verdict, now), now)
         if now >= wake_at:
             self._say(self._core.tick(now), now)
+        self._deliver(now)
 
     # ------------------------------------------------------------------ in
 
     def _read_front(self, now: float) -> None:
-        for client, *frames in _received(self._front, MESSAGES_PER_TURN):
+        for _ in range(MESSAGES_PER_TURN):
             try:
-                message = self._decode(frames)
-            except TinyLoopError as error:
-                request_id = salvage_id(frames[1]) if len(frames) > 1 else ""
-                self._say(self._core.client_garbled(client, request_id, error, now), now)
-            else:
-                self._say(self._core.client_says(client, message, now), now)
+                frames = [frame := self._front.recv(zmq.DONTWAIT, copy=False)]
+            except zmq.Again:
+                return
+            while frame.more:  # the rest of a message that has too many is of no interest, but must go
+                frame = self._front.recv(zmq.DONTWAIT, copy=False)
+                if len(frames) < FRAMES_KEPT:
+                    frames.append(frame)
+            tenant = LOCAL if self._gate is None else user_of(frames[0])
+            self._hear(tenant, [frame.bytes for frame in frames], now)
+
+    def _hear(self, tenant: str, frames: list[bytes], now: float) -> None:
+        client, *rest = frames
+        try:
+            message = self._decode(rest)
+        except TinyLoopError as error:
+            request_id = salvage_id(rest[1]) if len(rest) > 1 else ""
+            self._say(self._core.client_garbled(client, request_id, error, now), now)
+        else:
+            self._say(self._core.client_says(client, tenant, message, now), now)
 
     def _decode(self, frames: list[bytes]) -> ToDispatcher:
         size, limit = sum(map(len, frames)), self._config.max_body + len(VERSION)
@@ -123,18 +171,21 @@ class Server:
             raise LimitExceeded(f"a message of {size} bytes; {accepted} are accepted", accepted=accepted)
         return TO_DISPATCHER.decode(frames)
 
-    def _read_replica(self, link: Link, now: float) -> None:
-        connected, lost = link.news()
+    def _read_replica(self, link: Link, connected: bool, lost: str, now: float) -> None:
         if connected:
             self._say(self._core.replica_connected(link.endpoint), now)
         last_words = 1 << 30  # what it said before it went still counts
-        for frames in _received(link.socket, last_words if lost else MESSAGES_PER_TURN):
+        for _ in range(last_words if lost else MESSAGES_PER_TURN):
             try:
-                message = FROM_REPLICA.decode(frames)
+                if (received := link.receive()) is None:
+                    break
+                message, payloads = received
+                if isinstance(message, Ready | Built):
+                    check_announced(message)
             except TinyLoopError as error:
                 lost = f"it sent something malformed: {error}"
                 break
-            self._say(self._core.replica_says(link.endpoint, message, tuple(frames[2:]), now), now)
+            self._say(self._core.replica_says(link.endpoint, message, tuple(payloads), now), now)
             if not link.open:
                 return
         if lost:
@@ -147,15 +198,46 @@ class Server:
         while todo:
             peer, message, payloads = todo.popleft()
             if isinstance(peer, bytes):
-                bodies = payloads if message is None else [TO_CLIENT.encode_body(message)]  # type: ignore[arg-type]
-                for body in bodies:  # the protocol has one to a message
-                    todo += self._verdict(peer, self._outbox.post(peer, [VERSION, body], now), now)
+                mail = self._mail.setdefault(peer, [])
+                if message is None:
+                    mail.extend(payloads)
+                elif isinstance(message, Message):
+                    mail.append(_encoded(message))
             elif isinstance(message, Load | Tokenize):
                 self._tokenizer.take(message)
-            elif isinstance(message, Reset):
-                self._links[peer].close(now)
-            elif not self._links[peer].send(TO_REPLICA.encode(message)):  # type: ignore[arg-type]
-                todo += self._core.replica_gone(peer, "it cannot be reached", now)
+            else:
+                todo += self._tell_replica(peer, message, now)
+
+    def _tell_replica(self, endpoint: str, message: object, now: float) -> list[Send]:
+        if isinstance(message, Attach):
+            return self._attach(endpoint, now)
+        if (link := self._links.get(endpoint)) is None:
+            return []
+        if isinstance(message, Detach):
+            link.close(now, LINGER_MS)
+            del self._links[endpoint]
+        elif isinstance(message, Reset):
+            link.close(now)
+        else:
+            try:
+                sent = link.send(TO_REPLICA.encode(message))  # type: ignore[arg-type]
+            except LimitExceeded as error:
+                return self._core.replica_gone(endpoint, f"it cannot be told what to do: {error}", now)
+            if not sent:
+                return self._core.replica_gone(endpoint, "it cannot be reached", now)
+        return []
+
+    def _deliver(self, now: float) -> None:
+        """What has gathered for each client, in as few messages as hold it."""
+        while self._mail:
+            mail, self._mail = self._mail, {}
+            for client, bodies in mail.items():
+                for frames in parcels(bodies):
+                    verdict = self._outbox.post(client, frames, now)
+                    if verdict is not Verdict.FINE:
+                        self._say(self._verdict(client, verdict, now), now)
+                    if verdict is Verdict.GONE:
+                        break
 
     def _verdict(self, client: bytes, verdict: Verdict, now: float) -> list[Send]:
         if verdict is Verdict.SLOW:
@@ -163,25 +245,31 @@ class Server:
         return self._core.client_gone(client, now) if verdict is Verdict.GONE else []
 
     def _attempt(self, client: bytes, frames: list[bytes]) -> Verdict:
+        send = self._send
         try:
-            self._front.send_multipart([client, *frames], zmq.DONTWAIT)
+            send(client, MORE)  # ZeroMQ takes or refuses a whole message here
         except zmq.Again:
             return Verdict.SLOW
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return Verdict.GONE
+        for frame in frames[:-1]:
+            send(frame, MORE)
+        send(frames[-1], LAST)
         return Verdict.FINE
 
     # ------------------------------------------------------------------ sockets come and go
 
     def _bind(self) -> zmq.Socket[bytes]:
-        front = self._context.socket(zmq.ROUTER)
+        front = self._context.socket(zmq.ROUTER)  # without HANDOVER: a routing id stays with who had it first
         front.set(zmq.ROUTER_MANDATORY, 1)
         front.set(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
         front.set(zmq.SNDHWM, QUEUED_PER_CLIENT)
         front.set(zmq.RCVHWM, QUEUED_PER_CLIENT)
         front.set(zmq.IPV6, int(self._config.front.startswith("tcp://[")))
+        if self._keyring.front is not None:
+            keys.bind(front, self._keyring.front)
         mask = os.umask(0o117)
         try:
             front.bind(self._config.front)
@@ -190,9 +278,27 @@ class Server:
             os.umask(mask)
         return front
 
+    def _denied(self, key: str, address: str) -> None:
+        """A peer whose key is on no list; a flood of them must not become one of log lines."""
+        self._refused += 1
+        if (now := time.monotonic()) >= self._refused_at + REFUSALS_S:
+            self._journal.event("key_refused", key=key, address=address, count=self._refused)
+            self._refused, self._refused_at = 0, now
+
+    def _link(self, endpoint: str) -> Link:
+        return Link(endpoint, self._context, self._poller, self._keyring.of(endpoint))
+
+    def _attach(self, endpoint: str, now: float) -> list[Send]:
+        try:
+            self._links[endpoint] = self._link(endpoint)
+        except ConfigError as error:
+            return self._core.replica_gone(endpoint, error.message, now)
+        return []
+
     def _close(self) -> None:
         now = time.monotonic()
         self._say(self._core.stop(now), now)
+        self._deliver(now)
         while self._outbox and time.monotonic() < now + GOODBYE_S:
             self._poller.poll(int(1000 * RETRY_S))
             self._outbox.flush(time.monotonic())
@@ -201,64 +307,9 @@ class Server:
         self._place.close()
 
 
-class Link:
-    """The connection to one replica: a DEALER and its monitor. `open` is False for a while after a loss."""
-
-    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> None:
-        self.endpoint = endpoint
-        self.open = False
-        self.open_at = 0.0
-        self._context = context
-        self._poller = poller
-
-    def due(self, ready: dict[Any, int], now: float) -> bool:
-        """Whether it has something to read; a closed one is opened when its time has come."""
-        if not self.open and now >= self.open_at:
-            self._connect()
-        return self.open and (self.socket in ready or self._monitor in ready)
-
-    def _connect(self) -> None:
-        self.socket = self._context.socket(zmq.DEALER)  # IMMEDIATE stays off: it discards received messages
-        self.socket.set(zmq.MAXMSGSIZE, MAX_BACK_BODY_BYTES)
-        self.socket.set(zmq.RECONNECT_IVL, int(1000 * RECONNECT_S))
-        self.socket.set(zmq.IPV6, int(self.endpoint.startswith("tcp://[")))
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self.socket.connect(self.endpoint)
-        self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self.open = True
-
-    def close(self, now: float) -> None:
-        if self.open:
-            self._poller.unregister(self.socket)
-            self._poller.unregister(self._monitor)
-            self.socket.disable_monitor()
-            self._monitor.close(0)
-            self.socket.close(0)
-            self.open, self.open_at = False, now + RECONNECT_S
-
-    def news(self) -> tuple[bool, str]:
-        """Whether it connected, and "" or how it was lost."""
-        connected = False
-        for parts in _received(self._monitor, MESSAGES_PER_TURN):
-            if parse_monitor_message(parts)["event"] == zmq.EVENT_DISCONNECTED:
-                return connected, "the connection was closed"
-            connected = True
-        return connected, ""
-
-    def send(self, frames: list[bytes]) -> bool:
-        """False: it takes nothing any more. The core speaks only to a replica that connected."""
-        try:
-            if self.open:
-                self.socket.send_multipart(frames, zmq.DONTWAIT)
-            return self.open
-        except zmq.Again:
-            return False
-
-
-def _received(socket: zmq.Socket[bytes], limit: int) -> Iterator[list[bytes]]:
-    for _ in range(limit):
-        try:
-            yield socket.recv_multipart(zmq.DONTWAIT)
-        except zmq.Again:
-            return
+def _encoded(message: Message) -> bytes:
+    """For a client; what is too large for one message is refused in its place."""
+    try:
+        return TO_CLIENT.encode_body(message)  # type: ignore[arg-type]
+    except TinyLoopError as error:
+        return TO_CLIENT.encode_body(failed_from(error, getattr(message, "id", "")))

@@ -2,8 +2,9 @@
 announced.
 
 The package `tokenizers` is imported by the first text prompt, so that a fleet that is sent token ids needs
-neither it nor its memory. Results are fetched by the loop after `wake` was called. No sockets here, no
-requests, no policy.
+neither it nor its memory. It must not hold Python's lock while it works, or the loop would stand still for
+the length of the longest text. Results are fetched by the loop after `wake` was called. No sockets here,
+no requests, no policy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 from tinyloop_serve.dispatcher.effects import Load, Tokenize
 from tinyloop_serve.protocol.codec import tokens_to_bytes
-from tinyloop_serve.protocol.errors import InvalidRequest, TinyLoopError
+from tinyloop_serve.protocol.errors import InvalidRequest, LimitExceeded, TinyLoopError, bad_field
+from tinyloop_serve.protocol.limits import MAX_PROMPT_TOKENS
 
 Result = tuple[int, bytes | TinyLoopError]  # key, u32 little-endian or why not
 
@@ -54,7 +56,7 @@ class Tokenizer:
                 continue
             try:
                 encoder = encoder or _encoder(load.tokenizer)
-                result: bytes | TinyLoopError = _encode(encoder, job.text, load.add_bos)
+                result: bytes | TinyLoopError = _encode(encoder, job.text, load.add_bos if job.bos else -1)
             except TinyLoopError as error:
                 result = error
             except Exception as error:  # whatever the package raises for this text
@@ -71,13 +73,20 @@ def _encoder(tokenizer: str) -> Any:
     except ImportError:
         raise _no_text("the dispatcher's environment lacks the package tokenizers") from None
     try:
-        return Encoder.from_str(tokenizer)
+        encoder = Encoder.from_str(tokenizer)
     except Exception as error:  # the package raises bare Exception
         raise _no_text(f"the model's tokenizer cannot be read ({error})") from None
+    encoder.no_truncation()  # what the file says of lengths was for training: a prompt is never cut
+    encoder.no_padding()
+    return encoder
 
 
 def _encode(encoder: Any, text: str, add_bos: int) -> bytes:
-    ids = encoder.encode(text, add_special_tokens=False).ids
+    (encoding,) = encoder.encode_batch_fast([text], add_special_tokens=False)  # without Python's lock
+    if len(encoding) > MAX_PROMPT_TOKENS:  # before they are made into Python numbers, with it
+        accepted = f"at most {MAX_PROMPT_TOKENS} tokens"
+        raise bad_field("prompt_text", f"{len(encoding)} tokens", accepted, LimitExceeded)
+    ids = encoding.ids
     return tokens_to_bytes([add_bos, *ids] if add_bos >= 0 else ids)
 
 

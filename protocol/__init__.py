@@ -9,18 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinyloop_serve.protocol.aio import AsyncClient, AsyncStream
-    from tinyloop_serve.protocol.calls import Chunk, Completion, Options, Prompt
-    from tinyloop_serve.protocol.client import Client, Stream
+    from tinyloop_serve.protocol.aio import AsyncClient, AsyncDraft, AsyncStream
+    from tinyloop_serve.protocol.calls import Chunk, Completion, HandleOptions, Options, Prompt
+    from tinyloop_serve.protocol.client import Client, Draft, Stream
     from tinyloop_serve.protocol.errors import (
         AuthError,
         ConnectFailed,
         DeadlineExceeded,
         EngineFailed,
+        Forbidden,
+        HandleLost,
         InvalidRequest,
         LimitExceeded,
         ModeRefused,
         Overloaded,
+        PoisonRequest,
         ProtocolError,
         ReplicaLost,
         RequestError,
@@ -30,10 +33,12 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownRequest,
     )
-    from tinyloop_serve.protocol.messages import Stats, Status
+    from tinyloop_serve.protocol.handles import Handle
+    from tinyloop_serve.protocol.messages import HandleInfo, Stats, Status
 
 __all__ = [
     "AsyncClient",
+    "AsyncDraft",
     "AsyncStream",
     "AuthError",
     "Chunk",
@@ -41,12 +46,19 @@ __all__ = [
     "Completion",
     "ConnectFailed",
     "DeadlineExceeded",
+    "Draft",
     "EngineFailed",
+    "Forbidden",
+    "Handle",
+    "HandleInfo",
+    "HandleLost",
+    "HandleOptions",
     "InvalidRequest",
     "LimitExceeded",
     "ModeRefused",
     "Options",
     "Overloaded",
+    "PoisonRequest",
     "Prompt",
     "ProtocolError",
     "ReplicaLost",
@@ -61,7 +73,7 @@ __all__ = [
     "UnknownRequest",
 ]
 
-_FILES = ("errors", "messages", "calls", "client", "aio")  # searched in this order, the cheapest first
+_FILES = ("errors", "handles", "messages", "calls", "client", "aio")  # searched in this order
 
 
 def __getattr__(name: str) -> Any:

@@ -18,14 +18,29 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Unpack
+from typing import Literal, TypeVar, Unpack
 
-from tinyloop_serve.protocol.calls import Chunk, Completion, Options, Prompt, prepare
-from tinyloop_serve.protocol.codec import TO_DISPATCHER
+from tinyloop_serve.protocol import messages
+from tinyloop_serve.protocol.answers import Event, Question, Reply
+from tinyloop_serve.protocol.calls import (
+    Chunk,
+    Completion,
+    HandleOptions,
+    Options,
+    Prompt,
+    checked,
+    draft_options,
+    drafted,
+    prepare,
+    prepare_control,
+    prepare_handle,
+)
 from tinyloop_serve.protocol.errors import ProtocolError, TransportError
+from tinyloop_serve.protocol.handles import Handle
+from tinyloop_serve.protocol.keys import encryption
 from tinyloop_serve.protocol.link import Link
-from tinyloop_serve.protocol.messages import GetStatus, Status
-from tinyloop_serve.protocol.session import Event
+
+R = TypeVar("R", bound=Reply)
 
 
 class AsyncClient:
@@ -39,18 +54,29 @@ class AsyncClient:
         timeout_s: float | None = None,
         connect_timeout_s: float = 5.0,
         lease_s: float = 10.0,
+        resume_s: float = 15.0,
+        key: str | os.PathLike[str] | None = None,
+        server_key: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._link = Link(endpoint, connect_timeout_s=connect_timeout_s, lease_s=lease_s)
+        self._link = Link(
+            endpoint,
+            connect_timeout_s=connect_timeout_s,
+            lease_s=lease_s,
+            resume_s=resume_s,
+            encryption=encryption(endpoint, key, server_key),
+        )
         self._timeout_s = timeout_s
         self._ids = map(f"{os.urandom(6).hex()}-{{}}".format, itertools.count())
         self._finalizer = weakref.finalize(self, self._link.close)
 
-    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+    # -------------------------------------------------------------- answers
+
+    async def generate(self, prompt: Prompt = "", **options: Unpack[Options]) -> Completion:
         """The whole answer at once."""
         async with self._start(prompt, options, stream=False) as stream:
             return await stream.result()
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
+    def stream(self, prompt: Prompt = "", **options: Unpack[Options]) -> AsyncStream:
         """The answer as it is made. Sends the request at once; a running event loop is needed."""
         return self._start(prompt, options, stream=True)
 
@@ -64,23 +90,65 @@ class AsyncClient:
             ]
             return [await stream.result() for stream in streams]
 
-    async def status(self) -> Status:
-        """The dispatcher's view of its replicas and queues."""
-        inbox: asyncio.Queue[Event] = asyncio.Queue()
-        request = GetStatus(id=next(self._ids))
-        self._link.open(request, TO_DISPATCHER.encode(request), _into(inbox))
-        event = await inbox.get()
-        if isinstance(event, Status):
-            return event
-        raise event if isinstance(event, Exception) else ProtocolError("no status")
+    async def draft(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncDraft:
+        """A quick answer with few `loops`, and the means to refine it: see `client.Draft`."""
+        handle = await self.create_resume(prompt, **draft_options(options))
+        try:
+            completion = await self.generate(**drafted(handle, options))
+            return AsyncDraft(self, handle, completion, options)
+        except BaseException:
+            handle.drop()
+            raise
 
     def cancel(self, id: str) -> None:
         """Ends the request of the stream with this `id`; it gets a stop_reason of "cancelled"."""
         self._link.cancel(id)
 
+    # -------------------------------------------------------------- handles
+
+    async def create_prefix(self, prompt: Prompt, **options: Unpack[HandleOptions]) -> Handle:
+        """Computes `prompt` once; each request that names the handle goes on from its end."""
+        return await self._create("prefix", prompt, options)
+
+    async def create_scaffold(self, prompt: Prompt, **options: Unpack[HandleOptions]) -> Handle:
+        """The same, for any request whose prompt begins with this one: it need not name it."""
+        return await self._create("scaffold", prompt, options)
+
+    async def create_resume(self, prompt: Prompt, **options: Unpack[HandleOptions]) -> Handle:
+        """Computes `prompt` at `loops`; answers to it at more loops start from there."""
+        return await self._create("resume", prompt, options)
+
+    async def handles(self) -> tuple[messages.HandleInfo, ...]:
+        """This tenant's handles and the shared ones."""
+        return (await self._ask(messages.ListHandles(next(self._ids)), messages.Handles)).handles
+
+    async def drop_handle(self, name: str) -> messages.HandleInfo:
+        """Frees the handle of this name, and waits until that is certain; returns what it was."""
+        return (await self._ask(messages.DropHandle(next(self._ids), name), messages.Handle)).info
+
+    # -------------------------------------------------------------- the fleet
+
+    async def status(self) -> messages.Status:
+        """The dispatcher's view of its replicas and queues."""
+        return await self._ask(messages.GetStatus(next(self._ids)), messages.Status)
+
+    async def control(
+        self,
+        action: Literal["attach", "drain", "detach", "resume", "accept"],
+        target: str = "",
+        *,
+        within_s: float = 30.0,
+    ) -> str:
+        """An operator's order, as `messages.Control` lists them; returns what the dispatcher says to it."""
+        order = prepare_control(next(self._ids), action, target, within_s)
+        return (await self._ask(order, messages.Controlled)).message
+
     async def close(self) -> None:
-        """Cancels what is open and says goodbye. Calls that still wait raise `TransportError`."""
+        """Cancels what is open, drops handles that are not detached and says goodbye. Calls that still
+        wait raise `TransportError`."""
         await asyncio.to_thread(self._finalizer)
+
+    # -------------------------------------------------------------- inside
 
     def _start(self, prompt: Prompt, options: Options, *, stream: bool) -> AsyncStream:
         id = next(self._ids)
@@ -88,6 +156,24 @@ class AsyncClient:
         answer = AsyncStream(self, id)
         self._link.open(request, frames, _into(answer._inbox))
         return answer
+
+    async def _create(self, kind: messages.HandleKind, prompt: Prompt, options: HandleOptions) -> Handle:
+        order = prepare_handle(next(self._ids), kind, prompt, options)
+        info = (await self._ask(order, messages.Handle)).info
+        return Handle(info, order.recipe, self._link, self, detached=order.detached)
+
+    async def _ask(self, question: Question, expected: type[R]) -> R:
+        question, frames = checked(question)
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._link.open(question, frames, _into(inbox), self._timeout_s)
+        try:
+            event = await inbox.get()
+        except BaseException:  # the task was cancelled
+            self._link.abandon(question.id)
+            raise
+        if isinstance(event, expected):
+            return event
+        raise event if isinstance(event, Exception) else ProtocolError("not a reply")
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -118,7 +204,7 @@ class AsyncStream:
             event = await self._inbox.get()
             if isinstance(event, Chunk):
                 return event
-            self._end = ProtocolError("not an answer") if isinstance(event, Status) else event
+            self._end = event if isinstance(event, Completion | Exception) else ProtocolError("not an answer")
         if isinstance(self._end, Completion):
             raise StopAsyncIteration
         raise self._end
@@ -151,6 +237,29 @@ class AsyncStream:
 
     def __del__(self) -> None:
         self._leave()
+
+
+class AsyncDraft:
+    """`client.Draft` for asyncio."""
+
+    def __init__(self, client: AsyncClient, handle: Handle, completion: Completion, options: Options) -> None:
+        self.handle = handle
+        self.completion = completion
+        self._client = client
+        self._options = options
+
+    async def refine(self, **options: Unpack[Options]) -> Completion:
+        """The answer at more `loops`, without computing the draft's again for the prompt. Options that are
+        left out are the draft's."""
+        return await self._client.generate(**drafted(self.handle, self._options, options))
+
+    async def __aenter__(self) -> AsyncDraft:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.handle.drop()
 
 
 def _into(inbox: asyncio.Queue[Event]) -> Callable[[Event], None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -25,9 +25,12 @@ from tinyloop_serve.protocol.errors import (
 )
 from tinyloop_serve.protocol.limits import (
     MAX_BACK_BODY_BYTES,
+    MAX_BODIES,
+    MAX_BODIES_BYTES,
     MAX_BODY_BYTES,
     MAX_ERROR_CHARS,
     MAX_FRAMES,
+    MAX_PAYLOADS,
     valid_id,
 )
 from tinyloop_serve.protocol.messages import (
@@ -74,28 +77,39 @@ class Direction(Generic[T]):
         """The message in `frames`. A `Step` has its payloads in `frames[2:]`, checked for number and size."""
         if not 2 <= len(frames) <= MAX_FRAMES:
             raise ProtocolError(f"{len(frames)} frames received; expected 2 to {MAX_FRAMES}: version, body")
-        if frames[0] != VERSION:
-            theirs = ascii(frames[0][:16])[1:]
-            raise ProtocolError(
-                f"the peer speaks protocol version {theirs}, this side speaks {ascii(VERSION)[1:]}",
-                field="version",
-                value=theirs,
-                accepted=ascii(VERSION)[1:],
-            )
-        self._check_size("body", frames[1], self.max_body_bytes)
-        try:
-            message = self._decoder.decode(frames[1])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self._blame(str(error)) from None
-        payloads = 0
-        if isinstance(message, Step):
-            payloads = len(message.keys)
-            if not payloads == len(message.tokens) == len(message.final):
-                raise self._malformed("Step: keys, tokens and final differ in length", field="keys")
+        check_version(frames[0])
+        message = self.decode_body(frames[1])
+        payloads = len(message.keys) if isinstance(message, Step) else 0
         if len(frames) != 2 + payloads:
             raise ProtocolError(f"{type(message).__name__}: {len(frames) - 2} payloads, expected {payloads}")
         for payload in frames[2:]:
             self._check_size("payload", payload, MAX_BODY_BYTES)
+        return message
+
+    def decode_each(self, frames: Sequence[bytes]) -> Iterator[T]:
+        """The messages in `frames`, which may hold several bodies: each as soon as it is read, so that what
+        came before a malformed one is not lost with it."""
+        if not 2 <= len(frames) <= 1 + MAX_BODIES:
+            expected = f"2 to {1 + MAX_BODIES}: version, bodies"
+            raise ProtocolError(f"{len(frames)} frames received; expected {expected}")
+        check_version(frames[0])
+        if len(frames) > 2 and sum(map(len, frames)) - len(VERSION) > MAX_BODIES_BYTES:
+            accepted = f"at most {MAX_BODIES_BYTES} bytes where a message has several bodies"
+            raise LimitExceeded(f"body: {accepted} are accepted", field="body", accepted=accepted)
+        yield from map(self.decode_body, frames[1:])
+
+    def decode_body(self, body: bytes) -> T:
+        """The message in a body alone."""
+        self._check_size("body", body, self.max_body_bytes)
+        try:
+            message = self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self._blame(str(error)) from None
+        if isinstance(message, Step) and not (
+            len(message.keys) == len(message.tokens) == len(message.final) <= MAX_PAYLOADS
+        ):
+            accepted = f"three lists of one length, at most {MAX_PAYLOADS}"
+            raise self._malformed(f"Step: keys, tokens and final are not {accepted}", field="keys")
         return message
 
     def _check_size(self, field: str, frame: bytes, limit: int) -> None:
@@ -120,6 +134,30 @@ class Direction(Generic[T]):
             value=types.group(2) if types else "",
             accepted=types.group(1) if types else "",
         )
+
+
+def check_version(theirs: bytes) -> None:
+    """Of frame 0. Raises `ProtocolError`, which names both."""
+    if theirs != VERSION:
+        shown, ours = ascii(theirs[:16])[1:], ascii(VERSION)[1:]
+        raise ProtocolError(
+            f"the peer speaks protocol version {shown}, this side speaks {ours}",
+            field="version",
+            value=shown,
+            accepted=ours,
+        )
+
+
+def parcels(bodies: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Encoded bodies for one client, in order, as the frames of as few messages as may hold them."""
+    start, size = 0, 0
+    for n, body in enumerate(bodies):
+        size += len(body)
+        if n > start and (size > MAX_BODIES_BYTES or n - start == MAX_BODIES):
+            yield [VERSION, *bodies[start:n]]
+            start, size = n, len(body)
+    if start < len(bodies):
+        yield [VERSION, *bodies[start:]]
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The one file of a client that touches a socket: a thread that owns the DEALER and drives a `Session`.
 
 Callers leave calls in a deque and wake the thread through a socket pair; the thread hands every event to
-the callable that the caller gave with its request. It never waits for a caller, so neither side can block
+the callable that the caller gave with its question. It never waits for a caller, so neither side can block
 the other: a slow reader costs memory, at most `max_tokens` of its own request, and a busy event loop
 misses no ping.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import zmq
 
+from tinyloop_serve.protocol.answers import Event, Question
 from tinyloop_serve.protocol.calls import Chunk
 from tinyloop_serve.protocol.errors import (
     AuthError,
@@ -27,36 +28,50 @@ from tinyloop_serve.protocol.errors import (
     TransportError,
     bad_field,
 )
+from tinyloop_serve.protocol.keys import Encryption
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES
-from tinyloop_serve.protocol.messages import Generate, GetStatus
-from tinyloop_serve.protocol.session import Event, Events, Session
+from tinyloop_serve.protocol.session import Events, Session
 
+PACE_S = 0.1  # between one connection and the next
 LINGER_MS = 200  # how long `close` may wait for the goodbye to leave
 MESSAGES_PER_TURN = 1000  # read before calls and pings get their turn
+STRIKES = 2  # handshakes that end without a word before the server's key is to blame
 
-_EVENT = struct.Struct("=H")  # head of a monitor message; pyzmq's own parser loads zmq.asyncio, 0.1 s
-_LOST: dict[int, tuple[type[TinyLoopError], str]] = {
-    zmq.EVENT_DISCONNECTED: (
-        ConnectFailed,
-        "the dispatcher closed the connection; `tinyloop up` starts a fleet if none is running",
-    ),
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: (AuthError, "the key was refused"),
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: (
-        ProtocolError,
-        "the peer does not speak this kind of ZeroMQ connection",
-    ),
-}
+_EVENT = struct.Struct("=HI")  # head of a monitor message; pyzmq's own parser loads zmq.asyncio, 0.1 s
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_MECHANISM_MISMATCH = 0x11000002  # zmq.h: ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 
 
 class Link:
     """A connection to one dispatcher. Every method may be called from any thread."""
 
-    def __init__(self, endpoint: str, *, connect_timeout_s: float, lease_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        connect_timeout_s: float,
+        lease_s: float,
+        resume_s: float = 0.0,
+        encryption: Encryption | None = None,
+    ) -> None:
         for name, seconds in (("connect_timeout_s", connect_timeout_s), ("lease_s", lease_s)):
             if not 0.001 <= seconds < math.inf:
                 raise bad_field(name, seconds, "a number of seconds of at least 0.001")
+        if not 0 <= resume_s < math.inf:
+            raise bad_field("resume_s", resume_s, "a number of seconds; 0: never resume")
         self._endpoint = endpoint
-        self._session = Session(endpoint, connect_timeout_s=connect_timeout_s, lease_s=lease_s)
+        self._encryption = encryption
+        self._session = Session(
+            endpoint, connect_timeout_s=connect_timeout_s, lease_s=lease_s, resume_s=resume_s
+        )
+        self._connection: _Connection | None = None
+        self._connect_at = 0.0  # not before
         self._context = zmq.Context()
         try:
             self._connect()
@@ -76,13 +91,19 @@ class Link:
 
     # -------------------------------------------------------------- from any thread
 
-    def open(self, request: Generate | GetStatus, frames: list[bytes], sink: Callable[[Event], None]) -> None:
-        """Sends `request`; `sink` gets its events, in the link's thread. Raises `TransportError` once
+    def open(
+        self,
+        question: Question,
+        frames: list[bytes],
+        sink: Callable[[Event], None],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Sends `question`; `sink` gets its events, in the link's thread. Raises `TransportError` once
         closed."""
 
         def call(now: float) -> None:
-            self._sinks[request.id] = sink
-            self._session.open(request, frames, now)
+            self._sinks[question.id] = sink
+            self._session.open(question, frames, now, timeout_s)
 
         if not self._submit(call):
             raise TransportError("the client is closed")
@@ -99,6 +120,14 @@ class Link:
             self._session.cancel(id)
 
         self._submit(call)
+
+    def release(self, handle: str) -> None:
+        """Stops renewing a handle's lease."""
+        self._submit(lambda now: self._session.release(handle))
+
+    def drop(self, handle: str) -> None:
+        """Frees a handle; nobody waits for the answer."""
+        self._submit(lambda now: self._session.drop(handle))
 
     def close(self) -> None:
         """Says goodbye, fails what is open and waits for the thread. May be called again."""
@@ -135,32 +164,48 @@ class Link:
 
     def _turn(self) -> None:
         self._flush()
+        self._wait()
+        now = time.monotonic()
+        self._read(now)
+        self._run_calls(now)
+        self._deliver(self._session.tick(now))
+        self._drop_if_broken()
+
+    def _wait(self) -> None:
         wake_at = self._session.wake_at()
+        if self._connection is None and self._session.outbox:
+            wake_at = min(self._connect_at, wake_at or math.inf)
         poller = zmq.Poller()
         poller.register(self._wake_in, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._session.outbox else 0))
+        if self._connection is not None:
+            poller.register(self._connection.monitor, zmq.POLLIN)
+            writable = zmq.POLLOUT if self._session.outbox else 0
+            poller.register(self._connection.socket, zmq.POLLIN | writable)
         poller.poll(None if wake_at is None else max(0, math.ceil((wake_at - time.monotonic()) * 1000)))
-        lost = self._read_monitor()  # before the socket: what came before the loss is still read
-        now = time.monotonic()
+
+    def _read(self, now: float) -> None:
+        if (connection := self._connection) is None:
+            return
+        lost = connection.news()  # before the socket: what came before the loss is still read
         for _ in range(MESSAGES_PER_TURN if lost is None else 1 << 30):
             try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                frames = connection.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
             self._deliver(self._session.receive(frames, now))
-        if lost is not None:
-            self._deliver(self._session.lost(lost))
-        self._reconnect_if_broken()
-        self._run_calls(now)
-        self._deliver(self._session.tick(now))
-        self._reconnect_if_broken()
+            if self._session.broken:  # the rest is of a conversation that is over
+                break
+        if lost is not None and not self._session.broken:
+            self._deliver(self._session.lost(lost, now))
+        self._drop_if_broken()
 
     def _flush(self) -> None:
         outbox = self._session.outbox
+        if outbox and self._connection is None and time.monotonic() >= self._connect_at:
+            self._connect()
         try:
-            while outbox:
-                self._socket.send_multipart(outbox[0], zmq.DONTWAIT)
+            while outbox and self._connection is not None:
+                self._connection.socket.send_multipart(outbox[0], zmq.DONTWAIT)
                 outbox.popleft()
         except zmq.Again:
             pass
@@ -179,45 +224,85 @@ class Link:
             if sink is not None:
                 sink(event)
 
+    def _drop_if_broken(self) -> None:
+        if self._session.broken:
+            self._session.broken = False
+            self._disconnect(0)
+
     def _finish(self, error: TransportError) -> None:
         with self._lock:
             self._closed = True
         self._run_calls(time.monotonic())
-        self._deliver(self._session.lost(error))
-        self._session.leave()
-        self._flush()
-        self._disconnect(LINGER_MS)
+        self._deliver(self._session.fail(error))
+        if self._connection is not None:
+            self._session.leave()
+            self._flush()
+            self._disconnect(LINGER_MS)
         self._context.term()
         self._wake_in.close()
         self._wake_out.close()
 
-    # -------------------------------------------------------------- the socket
-
     def _connect(self) -> None:
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
-        self._socket.set(zmq.RECONNECT_IVL, 100)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor = self._socket.get_monitor_socket(sum(_LOST))
-        self._socket.connect(self._endpoint)
+        self._connect_at = time.monotonic() + PACE_S
+        self._connection = _Connection(self._context, self._endpoint, self._encryption)
 
     def _disconnect(self, linger_ms: int) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(linger_ms)
+        if self._connection is not None:
+            self._connection.close(linger_ms)
+            self._connection = None
 
-    def _reconnect_if_broken(self) -> None:
-        if self._session.broken:
-            self._session.broken = False
-            self._disconnect(0)
-            self._connect()
 
-    def _read_monitor(self) -> TinyLoopError | None:
+class _Connection:
+    """One socket, and what its monitor has told of it. ZeroMQ itself tries again until the first handshake;
+    a connection that was lost after that is not used again."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, encryption: Encryption | None
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self._endpoint = endpoint
+        self._encrypted = encryption is not None
+        self._established = False
+        self._strikes = 0
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        self.socket.set(zmq.RECONNECT_IVL, 100)
+        self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self.socket.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))
+        if encryption is not None:
+            encryption.connect(self.socket)
+        self.monitor = self.socket.get_monitor_socket(_WATCHED)
+        self.socket.connect(endpoint)
+
+    def close(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
+
+    def news(self) -> TinyLoopError | None:
+        """How it was lost, if it was."""
         lost = None
-        while self._monitor.poll(0):
-            (event,) = _EVENT.unpack_from(self._monitor.recv_multipart()[0])
-            if event in _LOST:
-                kind, why = _LOST[event]
-                lost = kind(f"{self._endpoint}: {why}")
+        while self.monitor.poll(0):
+            event, value = _EVENT.unpack_from(self.monitor.recv_multipart()[0])
+            lost = lost or self._judge(event, value)
         return lost
+
+    def _judge(self, event: int, value: int) -> TinyLoopError | None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._established = True
+        elif event == zmq.EVENT_DISCONNECTED and self._established:
+            advice = "`tinyloop up` starts a fleet if none is running"
+            return ConnectFailed(f"{self._endpoint}: the dispatcher closed the connection; {advice}")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return AuthError(f"{self._endpoint}: the dispatcher does not know this key", field="key")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._encrypted and not self._established:
+            self._strikes += 1
+            if self._strikes == STRIKES:
+                why = "it has another key than server_key, or uses none"
+                return AuthError(f"{self._endpoint}: it breaks off the handshake: {why}", field="server_key")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
+            advice = "it uses no keys" if self._encrypted else "it asks for keys: give key and server_key"
+            return AuthError(f"{self._endpoint}: {advice}", field="key")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return ProtocolError(f"{self._endpoint}: the peer does not speak this kind of ZeroMQ connection")
+        return None

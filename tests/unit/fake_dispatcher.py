@@ -13,6 +13,10 @@ from typing import Any
 import msgpack
 import zmq
 
+from tinyloop_serve.protocol import keys
+from tinyloop_serve.protocol.keys import KeyPair
+from tinyloop_serve.protocol.zap import Gate, user_of
+
 Body = dict[str, Any]
 Answer = Callable[[Body], Iterable[Body]]
 CAP_S = 30.0  # the longest that a test waits for anything; never the time that it takes
@@ -21,9 +25,16 @@ CAP_S = 30.0  # the longest that a test waits for anything; never the time that 
 class FakeDispatcher:
     """Answers pings unless `mute`; what else it says is `answer`'s choice, or comes from `say`."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:*", answer: Answer | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str = "tcp://127.0.0.1:*",
+        answer: Answer | None = None,
+        pair: KeyPair | None = None,
+        users: dict[str, str] | None = None,
+    ) -> None:
         self.mute = False
         self.pings: list[Body] = []
+        self.users: set[str] = set()  # as the gate named those who spoke
         self.seen: list[tuple[bytes, Body]] = []  # everything but pings
         self._answer = answer
         self._news = threading.Condition()
@@ -33,6 +44,9 @@ class FakeDispatcher:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.sndhwm = 0
+        self._gate = Gate(self._context, users or {}) if pair else None
+        if pair:
+            keys.bind(self._socket, pair)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.last_endpoint.decode()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -40,7 +54,11 @@ class FakeDispatcher:
 
     def say(self, peer: bytes, *bodies: Body) -> None:
         for body in bodies:
-            self.say_raw(peer, [b"TL1", msgpack.packb(body)])
+            self.say_raw(peer, [b"TL2", msgpack.packb(body)])
+
+    def say_together(self, peer: bytes, *bodies: Body) -> None:
+        """All of them in one message."""
+        self.say_raw(peer, [b"TL2", *map(msgpack.packb, bodies)])
 
     def say_raw(self, peer: bytes, frames: list[bytes]) -> None:
         self._orders.append([peer, *frames])
@@ -66,16 +84,22 @@ class FakeDispatcher:
 
     def _run(self) -> None:
         while not self._stop:
+            if self._gate:
+                self._gate.serve()
             if self._socket.poll(5):
                 self._receive()
             while self._orders:
                 self._socket.send_multipart(self._orders.popleft())
         self._socket.close()
+        if self._gate:
+            self._gate.socket.close()
         self._context.term()
 
     def _receive(self) -> None:
-        peer, version, packed = self._socket.recv_multipart()
-        assert version == b"TL1"
+        frames = self._socket.recv_multipart(copy=False)
+        self.users.add(user_of(frames[0]))
+        peer, version, packed = (frame.bytes for frame in frames)
+        assert version == b"TL2"
         body = msgpack.unpackb(packed)
         with self._news:
             if body["type"] == "Ping":
@@ -119,6 +143,25 @@ def echo(body: Body) -> list[Body]:
     if not body.get("stream", True):
         pieces = [tokens(body["id"], 0, map(len, words), "".join(word + " " for word in words))]
     return [*pieces, done(body["id"], text="END", generated_tokens=len(words))]
+
+
+def pool(body: Body) -> list[Body]:
+    """`echo`, and handles: one named h1, which every request may use."""
+    if body["type"] == "CreateHandle":
+        recipe = body["recipe"]
+        held = {"handle": "h1", "kind": recipe["kind"], "tokens": 3, "loops": recipe.get("loops", 8)}
+        held |= {name: recipe[name] for name in ("cache_mode", "cache_window") if name in recipe}
+        held |= {"lease_ms": body.get("lease_ms", 600_000), "shared": body.get("shared", False)}
+        return [{"type": "Handle", "id": body["id"], "info": held}]
+    if body["type"] in ("DropHandle", "RenewHandle"):
+        held = {"handle": body["handle"], "kind": "prefix", "tokens": 3, "loops": 8}
+        return [{"type": "Handle", "id": body["id"], "info": held}]
+    if body["type"] == "ListHandles":
+        held = {"handle": "h1", "kind": "prefix", "tokens": 3, "loops": 8, "mine": False}
+        return [{"type": "Handles", "id": body["id"], "handles": [held]}]
+    if body["type"] == "Control":
+        return [{"type": "Controlled", "id": body["id"], "message": f"{body['action']} {body['target']}"}]
+    return echo({"prompt_text": "", **body})
 
 
 def status(id: str) -> Body:

@@ -8,7 +8,7 @@ import uuid
 import msgpack
 import zmq
 
-VERSION = b"TL1"
+VERSION = b"TL2"
 LEASE_S = 10  # silence after which either side gives the other up
 
 

@@ -177,7 +177,7 @@ def test_nobody_there_and_a_dispatcher_that_dies(start: Any, tmp_path: Path) -> 
             with pytest.raises(errors.ConnectFailed, match="tinyloop up"):
                 await client.generate("x")
         first = start(endpoint)
-        async with AsyncClient(endpoint, connect_timeout_s=LONG_S, lease_s=LONG_S) as client:
+        async with AsyncClient(endpoint, connect_timeout_s=LONG_S, lease_s=LONG_S, resume_s=0) as client:
             stream = client.stream("x")
             await seen(first, "Generate")
             first.close()

@@ -20,9 +20,13 @@ from hypothesis import strategies as st
 
 from tinyloop_serve.protocol import codec, errors, limits, messages
 from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_CLIENT, TO_DISPATCHER, TO_REPLICA, Direction
-from tinyloop_serve.protocol.messages import VERSION, Generate, Lane, ModelInfo, Sampling, Stats
+from tinyloop_serve.protocol.messages import VERSION, Generate, Lane, ModelInfo, Recipe, Sampling, Stats
 
 MODEL = ModelInfo("demo", "ab12", 8192, 8, 16, 512, 4_000_000, True, "{{x}}")
+HELD = messages.HandleInfo("h1", "prefix", 9, 4, "int8", 0, 1 << 20, "r0", True, False, 3, 20, 5000)
+BUILD = messages.Build("h1", "resume", b"\1\0\0\0", 4, "int8", 32, "acme", True, True, 5000)
+BUDGET = messages.Budget(9, 8, 7, 6, 5, {"fp16": messages.CacheCost(1, 2)}, 64)
+CALIBRATION = messages.Calibration(True, 1.5, 1.4, 2, 4, 8)
 EXAMPLES: list[tuple[Direction[Any], messages.Message]] = [
     (TO_DISPATCHER, Generate(id="a", prompt_text="grüße 🙂")),
     (
@@ -38,8 +42,19 @@ EXAMPLES: list[tuple[Direction[Any], messages.Message]] = [
             ignore_eos=True,
             stream=False,
             deadline_ms=1500,
+            priority=-3,
+            method="speculative",
+            handle="h1",
+            recipe=Recipe("prefix", prompt_text="a", loops=4, cache_mode="int8"),
+            done=b"\7\0\0\0",
         ),
     ),
+    (TO_DISPATCHER, messages.CreateHandle("c", Recipe("resume", None, b"\1\0\0\0", 4, "int8", 32))),
+    (TO_DISPATCHER, messages.CreateHandle("c", Recipe("scaffold", "x"), True, True, 5000)),
+    (TO_DISPATCHER, messages.RenewHandle(id="n", handle="h1")),
+    (TO_DISPATCHER, messages.DropHandle(id="d", handle="h1")),
+    (TO_DISPATCHER, messages.ListHandles(id="l")),
+    (TO_DISPATCHER, messages.Control("o", "drain", "r0", 0)),
     (TO_DISPATCHER, messages.Cancel(id="a")),
     (TO_DISPATCHER, messages.Ping(n=3, lease_ms=10_000)),
     (TO_DISPATCHER, messages.GetStatus(id="s")),
@@ -64,6 +79,9 @@ EXAMPLES: list[tuple[Direction[Any], messages.Message]] = [
         ),
     ),
     (TO_CLIENT, messages.Pong(n=3)),
+    (TO_CLIENT, messages.Handle("c", HELD)),
+    (TO_CLIENT, messages.Handles("l", (HELD, HELD))),
+    (TO_CLIENT, messages.Controlled("o", "draining")),
     (TO_REPLICA, messages.Hello(dispatcher="d")),
     (
         TO_REPLICA,
@@ -78,9 +96,24 @@ EXAMPLES: list[tuple[Direction[Any], messages.Message]] = [
         ),
     ),
     (TO_REPLICA, messages.CancelLanes(keys=(1, 2))),
+    (TO_REPLICA, BUILD),
+    (TO_REPLICA, messages.Drop(handles=("h1", "h2"))),
     (TO_REPLICA, messages.Ping(n=1)),
     (TO_REPLICA, messages.Goodbye()),
     (FROM_REPLICA, messages.Ready("r0", 7, "cpu", MODEL, "{}", 1, 99)),
+    (
+        FROM_REPLICA,
+        messages.Ready(
+            *("r0", 7, "cpu", MODEL),
+            weights="int8",
+            budget=BUDGET,
+            calibration=CALIBRATION,
+            handles=(messages.HeldHandle(BUILD, 99),),
+        ),
+    ),
+    (FROM_REPLICA, messages.Calibrated(CALIBRATION)),
+    (FROM_REPLICA, messages.Built("h1", 99, ("h0",))),
+    (FROM_REPLICA, messages.Built("h1", code="engine", message="out of memory")),
     (FROM_REPLICA, messages.Step(run=1, keys=(1, 2), tokens=(1, 0), final=(False, True), idle=True)),
     (FROM_REPLICA, messages.Pong(n=1, step_counter=9, running=1, memory_bytes=5)),
     (FROM_REPLICA, messages.Goodbye()),
@@ -100,7 +133,7 @@ def payloads_of(message: Any) -> list[bytes]:
 @pytest.mark.parametrize(("direction", "message"), EXAMPLES, ids=IDS)
 def test_round_trip(direction: Direction[Any], message: messages.Message) -> None:
     frames = direction.encode(message, payloads_of(message))
-    assert frames[0] == b"TL1"
+    assert frames[0] == b"TL2"
     assert direction.decode(frames) == message
 
 
@@ -112,7 +145,7 @@ def test_round_trip_through_the_independent_package(
     assert body == {"type": type(message).__name__} | {
         name: plain(getattr(message, name)) for name in message.__struct_fields__ if name in body
     }
-    spelt_out = {"type": type(message).__name__, **plain(message)}  # defaults written, as other clients may
+    spelt_out = plain(message)  # defaults written, as other clients may
     for form in (body, spelt_out):
         assert direction.decode([VERSION, msgpack.packb(form), *payloads_of(message)]) == message
 
@@ -125,7 +158,11 @@ def plain(value: Any) -> Any:
             zip(reversed(value.__struct_fields__), reversed(value.__struct_defaults__), strict=False)
         )
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
-        return {k: plain(v) for k, v in fields.items() if not (omit and k in defaults and defaults[k] == v)}
+        tag = {"type": type(value).__name__} if isinstance(value, messages.Message) else {}
+        kept = {k: plain(v) for k, v in fields.items() if not (omit and k in defaults and defaults[k] == v)}
+        return tag | kept
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, tuple):
         return [plain(each) for each in value]
     return value
@@ -186,16 +223,16 @@ def test_a_missing_field_is_named() -> None:
     assert caught.value.field == "id"
 
 
-@pytest.mark.parametrize("theirs", [b"TL2", b"", b"\xff" * 100, b"GET / HTTP/1.1"])
+@pytest.mark.parametrize("theirs", [b"TL1", b"", b"\xff" * 100, b"GET / HTTP/1.1"])
 def test_another_version_names_both(theirs: bytes) -> None:
     for direction in DIRECTIONS:
         with pytest.raises(errors.ProtocolError, match="version") as caught:
             direction.decode([theirs, b"\x80"])
-        assert ascii(theirs[:16])[1:] in caught.value.message and "'TL1'" in caught.value.message
-        assert caught.value.accepted == "'TL1'"
+        assert ascii(theirs[:16])[1:] in caught.value.message and "'TL2'" in caught.value.message
+        assert caught.value.accepted == "'TL2'"
 
 
-@pytest.mark.parametrize("frames", [[], [b"TL1"], [b"", b"TL1", b"\x80"], [b"TL1", b"\x80"] + [b""] * 2000])
+@pytest.mark.parametrize("frames", [[], [b"TL2"], [b"", b"TL2", b"\x80"], [b"TL2", b"\x80"] + [b""] * 2000])
 def test_another_number_of_frames_is_a_protocol_error(frames: list[bytes]) -> None:
     for direction in DIRECTIONS:
         with pytest.raises(errors.ProtocolError):
@@ -210,10 +247,47 @@ def test_payloads_come_with_a_step_and_only_with_a_step() -> None:
     with pytest.raises(errors.ProtocolError, match="1 payloads, expected 2"):
         FROM_REPLICA.decode(FROM_REPLICA.encode(step, [b"x"]))
     for bad in (msgspec.structs.replace(step, tokens=(1,)), msgspec.structs.replace(step, final=())):
-        with pytest.raises(errors.ProtocolError, match="differ in length"):
+        with pytest.raises(errors.ProtocolError, match="of one length"):
             FROM_REPLICA.decode(FROM_REPLICA.encode(bad, [b"x", b"y"]))
     with pytest.raises(errors.LimitExceeded, match="payload"):
         FROM_REPLICA.decode(FROM_REPLICA.encode(step, [b"x", bytes(limits.MAX_BODY_BYTES + 1)]))
+
+
+def test_a_client_takes_several_bodies_and_keeps_those_before_a_bad_one() -> None:
+    tokens = [messages.Tokens(id="a", seq=n, tokens=bytes(4)) for n in range(limits.MAX_BODIES)]
+    bodies = [TO_CLIENT.encode_body(each) for each in tokens]
+    assert list(TO_CLIENT.decode_each([VERSION, *bodies])) == tokens
+    with pytest.raises(errors.ProtocolError, match="frames"):
+        list(TO_CLIENT.decode_each([VERSION, *bodies, bodies[0]]))
+    with pytest.raises(errors.ProtocolError, match="frames"):
+        list(TO_CLIENT.decode_each([VERSION]))
+    with pytest.raises(errors.ProtocolError, match="version"):
+        list(TO_CLIENT.decode_each([b"TL1", *bodies]))
+    some = TO_CLIENT.decode_each([VERSION, bodies[0], b"\xc1", bodies[1]])
+    assert next(some) == tokens[0]
+    with pytest.raises(errors.ProtocolError, match="malformed"):
+        next(some)
+
+
+def test_many_bodies_are_small_and_a_large_one_travels_alone() -> None:
+    large = TO_CLIENT.encode_body(messages.Failed("a", "engine", "x" * limits.MAX_BODIES_BYTES))
+    small = TO_CLIENT.encode_body(messages.Pong(n=1))
+    assert len(list(TO_CLIENT.decode_each([VERSION, large]))) == 1
+    with pytest.raises(errors.LimitExceeded, match="several bodies"):
+        list(TO_CLIENT.decode_each([VERSION, small, large]))
+
+
+@given(st.lists(st.integers(0, 3 * limits.MAX_BODIES_BYTES // 2), max_size=6), st.integers(0, 600))
+def test_parcels_hold_everything_in_order_and_within_the_bounds(sizes: list[int], more: int) -> None:
+    bodies = [bytes(size) for size in sizes] + [bytes([n % 256]) for n in range(more)]
+    messages_ = list(codec.parcels(bodies))
+    assert [body for frames in messages_ for body in frames[1:]] == bodies
+    for frames in messages_:
+        assert frames[0] == VERSION and 2 <= len(frames) <= 1 + limits.MAX_BODIES
+        assert len(frames) == 2 or sum(map(len, frames[1:])) <= limits.MAX_BODIES_BYTES
+    for one, two in zip(messages_, messages_[1:], strict=False):  # as few as possible
+        full = len(one) == 1 + limits.MAX_BODIES
+        assert full or sum(map(len, one[1:])) + len(two[1]) > limits.MAX_BODIES_BYTES
 
 
 def test_size_is_checked_on_both_sides() -> None:
@@ -287,12 +361,18 @@ def refuse_or_accept(frames: Sequence[bytes]) -> None:
     for direction in DIRECTIONS:
         try:
             message = direction.decode(frames)
-            if isinstance(message, Generate):
+            if direction is TO_DISPATCHER:
                 limits.validate(message)
+            elif isinstance(message, messages.Ready | messages.Built):
+                limits.check_announced(message)
         except REFUSALS as error:
             assert type(error) in REFUSALS and error.message
         except Exception as error:
             raise AssertionError(f"{error!r} for {frames!r}") from error
+    try:
+        list(TO_CLIENT.decode_each(frames))
+    except REFUSALS as error:
+        assert type(error) in REFUSALS and error.message
     for frame in frames:
         assert len(codec.salvage_id(frame)) <= 64
 

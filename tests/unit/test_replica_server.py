@@ -149,10 +149,10 @@ def test_garbage_is_survived(replica: Replica, connect: Connect) -> None:
     peer = connect(replica.endpoint)
     for frames in (
         [b""],
-        [b"TL1"],
+        [b"TL2"],
         [b"TL9", b"x"],
-        [b"TL1", b"\xc1"],
-        [b"TL1", b"\x80", b"more"],
+        [b"TL2", b"\xc1"],
+        [b"TL2", b"\x80", b"more"],
         [b"x"] * 2000,
     ):
         peer.socket.send_multipart(frames)
