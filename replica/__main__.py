@@ -19,6 +19,8 @@ from msgspec.structs import replace
 
 from tinyloop_serve import native
 from tinyloop_serve.native import errors
+from tinyloop_serve.protocol import keys
+from tinyloop_serve.protocol.errors import InvalidRequest
 from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, die_with_parent
 from tinyloop_serve.protocol.messages import Budget, ModelInfo, Ready
 from tinyloop_serve.replica import budget, process, prompts
@@ -58,7 +60,10 @@ def main(arguments: list[str]) -> int:
         return _give_up(f"cannot load {config.model}: {error}", 1 if temporary else EXIT_CONFIG)
     os.umask(0o007)  # the socket is for our group, at most
     try:
-        server = Server(config.endpoint, mailbox)
+        pair, dispatchers = _keys(config)
+        server = Server(config.endpoint, mailbox, pair, dispatchers)
+    except ConfigFault as error:
+        return _give_up(str(error), EXIT_CONFIG)
     except (EndpointTaken, OSError, zmq.ZMQError) as error:
         return _give_up(f"cannot bind {config.endpoint}: {error}", 1)
 
@@ -96,6 +101,15 @@ def main(arguments: list[str]) -> int:
         os._exit(0)  # the thread is inside the engine: the interpreter must not be torn down under it
     model.close()
     return 0
+
+
+def _keys(config: Config) -> tuple[keys.KeyPair | None, list[str]]:
+    """Ours, and the public ones of the dispatchers. Raises `ConfigFault`."""
+    try:
+        pair = keys.read_pair(config.key) if config.key else None
+        return pair, [keys.public_key(key, "dispatcher-key") for key in config.dispatcher_keys]
+    except InvalidRequest as error:
+        raise ConfigFault(f"--{error.message}") from error
 
 
 def _vocabulary(config: Config, model: native.Model) -> Vocabulary | None:

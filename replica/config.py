@@ -32,6 +32,8 @@ class Config:
     speculation: str = "auto"  # "auto": measured at the start; "off"
     calibration_prompts: str = ""  # file with a prompt per line; "" = our own
     speculation_threshold: float = 1.3  # times as fast as plain decoding, or it is switched off
+    key: str = ""  # file of our secret CURVE key; needed for tcp beyond loopback
+    dispatcher_keys: tuple[str, ...] = ()  # public keys, or `.pub` files, of those that may connect then
     drain_s: float = 2.0  # how long a run may go on after SIGTERM
     stall_s: float = 30.0  # no step in the middle of a run for so long: end with status 70
     parent: int = 0  # process id of the supervisor we die with; 0 = none
@@ -87,6 +89,15 @@ def parse(arguments: Sequence[str]) -> Config:
         metavar="X",
         help="off unless it is more than X times as fast (default 1.3)",
     )
+    parser.add_argument("--key", default="", metavar="FILE", help="our secret key, of `tinyloop keys new`")
+    parser.add_argument(
+        "--dispatcher-key",
+        dest="dispatcher_keys",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="public key, or its .pub file, of a dispatcher that may connect over tcp; repeatable",
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default)")
     parser.add_argument(
         "--drain-s", type=_seconds, default=2.0, metavar="S", help="for the run in progress at SIGTERM"
@@ -104,6 +115,14 @@ def parse(arguments: Sequence[str]) -> Config:
     )
     flags = vars(parser.parse_args(list(arguments)))
     flags["name"] = flags["name"] or flags["endpoint"].rpartition("/")[2].removesuffix(".sock")
+    flags["dispatcher_keys"] = tuple(flags["dispatcher_keys"])
+    if bool(flags["key"]) != bool(flags["dispatcher_keys"]):
+        raise ConfigFault("--key and --dispatcher-key belong together: who we are, and who may connect")
+    if not _stays_here(flags["endpoint"]) and not flags["key"]:
+        raise ConfigFault(
+            f"argument --endpoint: {flags['endpoint']!r} leaves this machine;"
+            " expected ipc, loopback, or --key and --dispatcher-key to encrypt with"
+        )
     return Config(**flags)
 
 
@@ -118,12 +137,16 @@ def _endpoint(text: str) -> str:
         if len(address.encode()) > IPC_PATH_BYTES:
             raise argparse.ArgumentTypeError(f"{text!r}: the path is longer than {IPC_PATH_BYTES} bytes")
         return text
-    if scheme == "tcp" and address.rpartition(":")[0] in LOOPBACK:
+    if scheme == "tcp" and address.rpartition(":")[0]:
         return text
     raise argparse.ArgumentTypeError(
-        f"{text!r} is not accepted; expected ipc:///absolute/path or tcp://127.0.0.1:port"
-        " (tcp is not encrypted yet, so it may not leave the machine)"
+        f"{text!r} is not accepted; expected ipc:///absolute/path or tcp://host:port"
     )
+
+
+def _stays_here(endpoint: str) -> bool:
+    scheme, _, address = endpoint.partition("://")
+    return scheme == "ipc" or address.rpartition(":")[0] in LOOPBACK
 
 
 def _count(text: str) -> int:

@@ -18,10 +18,13 @@ from collections.abc import Sequence
 
 import zmq
 
+from tinyloop_serve.protocol import keys
 from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_REPLICA
 from tinyloop_serve.protocol.errors import TinyLoopError
 from tinyloop_serve.protocol.host import Supervisor, lock
+from tinyloop_serve.protocol.keys import KeyPair
 from tinyloop_serve.protocol.messages import FromReplica
+from tinyloop_serve.protocol.zap import Gate
 from tinyloop_serve.replica.executor import Outcome
 from tinyloop_serve.replica.session import Session
 
@@ -70,7 +73,10 @@ class Server:
     """Binds in the constructor: a dispatcher may connect from then on. Raises `EndpointTaken`,
     `zmq.ZMQError`."""
 
-    def __init__(self, endpoint: str, mailbox: Mailbox) -> None:
+    def __init__(
+        self, endpoint: str, mailbox: Mailbox, pair: KeyPair | None = None, dispatchers: Sequence[str] = ()
+    ) -> None:
+        """With `pair`, over tcp, only the holders of these public keys may connect, encrypted."""
         self._mailbox = mailbox
         self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else ""
         self._lock = lock(self._path) if self._path else os.open(os.devnull, os.O_RDONLY)
@@ -82,11 +88,20 @@ class Server:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # the credit bounds it: one run's frames
         self._socket.setsockopt(zmq.MAXMSGSIZE, TO_REPLICA.max_body_bytes)
         self._socket.setsockopt(zmq.LINGER, FAREWELL_MS)
+        self._gate: Gate | None = None
+        if pair and endpoint.startswith("tcp://"):
+            self._gate = Gate(self._context, dict.fromkeys(dispatchers, "dispatcher"), _denied)
+            keys.bind(self._socket, pair)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError:
             self.close()
             raise
+
+    @property
+    def endpoint(self) -> str:
+        """Where a dispatcher connects, the port filled in."""
+        return self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def run(self, session: Session, drain_s: float, stall_s: float = FOREVER) -> None:
         """Serves until a stop is requested and, for `drain_s` at most, the run in progress has ended.
@@ -97,6 +112,8 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._mailbox.fd, zmq.POLLIN)
+        if self._gate:
+            poller.register(self._gate.socket, zmq.POLLIN)
         leave_at = FOREVER
         supervisor = Supervisor()
         while True:
@@ -114,6 +131,8 @@ class Server:
                     break
             soon = time.monotonic() + LOOK_S if session.busy else FOREVER
             poller.poll(_milliseconds_until(min(leave_at, supervisor.wake_at(), soon)))
+            if self._gate:
+                self._gate.serve()
             for outcome in self._mailbox.collect():
                 if (peer := session.relay(outcome)) is not None:
                     self._send(session, peer, outcome.message, outcome.payloads)
@@ -153,6 +172,12 @@ class Server:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             session.lost(peer)
+
+
+def _denied(key: str, address: str) -> None:
+    with contextlib.suppress(OSError):
+        refused = f"refused a connection from {address}: key {key} is not a dispatcher's"
+        print(refused, file=sys.stderr, flush=True)
 
 
 def _milliseconds_until(when: float) -> int | None:

@@ -94,7 +94,7 @@ def test_flags_become_the_configuration() -> None:
         " --calibration-prompts p.txt --speculation-threshold 1.5 --stall-s 9".split()
     )
     assert given == Config(
-        "m", "tcp://127.0.0.1:5000", "a", 3, 64, "cpu", 100, 2, "off", "p.txt", 1.5, 0.5, 9.0, 12
+        "m", "tcp://127.0.0.1:5000", "a", 3, 64, "cpu", 100, 2, "off", "p.txt", 1.5, "", (), 0.5, 9.0, 12
     )
 
 
@@ -104,7 +104,8 @@ def test_flags_become_the_configuration() -> None:
         ("--endpoint ipc:///x", "--model"),
         ("--model m", "--endpoint"),
         ("--model m --endpoint ipc://relative", "--endpoint"),
-        ("--model m --endpoint tcp://0.0.0.0:5000", "tcp is not encrypted"),
+        ("--model m --endpoint tcp://0.0.0.0:5000", "leaves this machine"),
+        ("--model m --endpoint tcp://127.0.0.1:5000 --key k", "belong together"),
         ("--model m --endpoint ipc:///" + "x" * 107, "longer than 107"),
         ("--model m --endpoint ipc:///x --threads -1", "--threads"),
         ("--model m --endpoint ipc:///x --threads two", "--threads"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tinyloop_serve.protocol import keys
 from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_REPLICA
 from tinyloop_serve.protocol.host import EndpointTaken
 from tinyloop_serve.protocol.messages import (
@@ -223,3 +224,30 @@ def test_an_oversize_message_is_refused_by_the_transport(replica: Replica, conne
     peer.socket.send_multipart([VERSION, b"\0" * (TO_REPLICA.max_body_bytes + 1)])
     time.sleep(0.2)
     assert connect(replica.endpoint).ask(Hello("d")) == READY
+
+
+def test_over_tcp_with_keys_only_a_known_dispatcher_gets_in(tmp_path: Path) -> None:
+    ours, theirs, strangers = (
+        keys.read_pair(keys.create(name, tmp_path)[0]) for name in ("replica", "dispatcher", "stranger")
+    )
+    mailbox = Mailbox()
+    server = Server("tcp://127.0.0.1:0", mailbox, ours, [theirs.public])
+    endpoint = server.endpoint
+    session = Session(HandDecoded(), announce=lambda: READY, life_signs=lambda: LifeSigns(5, 6, "ok"))
+    thread = threading.Thread(target=server.run, args=(session, 0.1))
+    thread.start()
+    context = zmq.Context()
+    try:
+        for pair, answered in ((strangers, False), (None, False), (theirs, True)):
+            socket = context.socket(zmq.DEALER)
+            if pair:
+                keys.Encryption(pair, ours.public).connect(socket)
+            socket.connect(endpoint)
+            socket.send_multipart(TO_REPLICA.encode(Hello("d")))
+            assert bool(socket.poll(10_000 if answered else 300)) == answered
+            socket.close(linger=0)
+    finally:
+        context.destroy(linger=0)
+        mailbox.request_stop()
+        thread.join()
+        server.close()
