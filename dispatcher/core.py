@@ -315,7 +315,7 @@ class Core(Operator):
     def stop(self, now: float) -> list[Send]:
         """The end: what is still live fails, replicas are told."""
         self.draining = True
-        stopped = errors.Unavailable("the dispatcher was stopped")
+        stopped = errors.Unavailable("the dispatcher was stopped", retry_after_s=guards.RETRY_S)
         for request in self.requests.live():
             self._fail(request, stopped, now)
         for order in list(self.handles.orders.values()):

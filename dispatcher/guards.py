@@ -22,6 +22,8 @@ from tinyloop_serve.protocol.errors import (
 from tinyloop_serve.protocol.messages import Generate, HandleKind, ModelInfo, Recipe, Sampling
 from tinyloop_serve.protocol.modes import supported
 
+RETRY_S = 0.5  # when a successor may be there
+
 if TYPE_CHECKING:
     from tinyloop_serve.dispatcher.config import Config
     from tinyloop_serve.dispatcher.replicas import Replicas
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 def enter(draining: bool, replicas: Replicas, config: Config) -> None:
     """Whether the dispatcher takes anything at all. Raises `Unavailable`."""
     if draining:
-        raise Unavailable("the dispatcher is shutting down and takes no new requests")
+        leaving = "the dispatcher is shutting down and takes no new requests"
+        raise Unavailable(leaving, retry_after_s=RETRY_S)
     if not config.replica_wait_ms and not replicas.alive():
         raise Unavailable(replicas.why_none())
 

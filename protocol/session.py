@@ -236,6 +236,8 @@ class Session:
             self.cancel(id)
             events = [error]
         last = events[-1]
+        if isinstance(last, Unavailable) and last.retry_after_s and not entry.patient_until:
+            entry.patient_until = now + self._resume_s  # it is being restarted, and says so
         if isinstance(last, Overloaded | Unavailable) and now < entry.patient_until:
             entry.refused = True
             heapq.heappush(self._retries, (now + max(RETRY_S, last.retry_after_s), id))

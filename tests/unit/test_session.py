@@ -525,3 +525,20 @@ def test_unknown_options_are_type_errors_and_generate_is_the_request() -> None:
         Driver().ask("a", top=1)
     request, _ = prepare("a", [1], {}, stream=False, timeout_s=2.0)
     assert request == Generate(id="a", prompt_tokens=b"\1\0\0\0", stream=False, deadline_ms=2000)
+
+
+def test_a_dispatcher_that_is_being_restarted_is_asked_again_for_a_while() -> None:
+    driver = Driver(resume_s=3.0)
+    driver.ask("a")
+    driver.messages()
+    for _ in range(5):
+        assert driver.hear(Failed("a", "unavailable", "shutting down", retry_after_ms=500)) == []
+        driver.tick(0.5)
+        assert [type(message) for message in driver.messages() if isinstance(message, Generate)] == [Generate]
+    driver.tick(0.6)
+    ((_, error),) = driver.hear(Failed("a", "unavailable", "shutting down", retry_after_ms=500))
+    assert isinstance(error, errors.Unavailable)
+    plain = Driver()
+    plain.ask("a")
+    ((_, error),) = plain.hear(Failed("a", "unavailable", "shutting down", retry_after_ms=500))
+    assert isinstance(error, errors.Unavailable)
