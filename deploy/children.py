@@ -59,7 +59,7 @@ class Child:
         self.name = name
         self.arguments = list(arguments)
         self.signs = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self.signed_at: float | None = None  # its last sign of life; None: it has not promised any
+        self.signed_at: float | None = None  # its last sign of life; None: it is not ready yet
         self._signs_path = signs_path
         self.restarts = Restarts()
         self.ready_line = ""  # what followed READY; "" until then
@@ -74,6 +74,12 @@ class Child:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._signs_path)
         self.signs.bind(self._signs_path)
+
+    def close(self) -> None:
+        """After the last of it: `signs` leave no trace."""
+        self.signs.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._signs_path)
 
     @property
     def running(self) -> bool:
@@ -123,6 +129,7 @@ class Child:
         for line in (line.decode(errors="replace") for line in lines):
             if line.startswith("READY") and not self.ready_line:
                 self.ready_line, self.ready_at = line, now
+                self.signed_at = now  # from here on it owes signs of life
             else:
                 shown.append(line)
         return shown, ended

@@ -137,7 +137,7 @@ class Fleet:
             resources.callback(self._selector.close)
             resources.callback(self._kill)
             for child in self._children:
-                resources.callback(child.signs.close)
+                resources.callback(child.close)
                 self._selector.register(child.signs, selectors.EVENT_READ, child)
             while True:
                 now = time.monotonic()

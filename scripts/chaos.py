@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from scripts.faults.fleet import Fleet, descendants, fleet_of, state_of
+from scripts.faults.fleet import Fleet, age_s, descendants, fleet_of, state_of
 from scripts.faults.harm import WAYS, Harm
 from scripts.faults.load import Asked, closed, mixed, offer, percentile, poisson, wrong
 from tinyloop_serve.native import Model, demo_model_path
@@ -44,6 +44,7 @@ stall_s = 3
 speculation = "off"
 """
 LOOPS = (2, 4, 8)
+STARTED_S = 2.0  # a replica is ready by then
 
 
 class Chaos:
@@ -77,6 +78,7 @@ class Chaos:
             print(f"{now - self._start:6.1f} s  dispatcher: {how.name}", file=sys.stderr)
             return
         victims = [pid for pid in self._fleet.pids("replica") if state_of(pid) not in ("T", "t")]
+        victims = [pid for pid in victims if age_s(pid) > STARTED_S]  # nobody watches over those that start
         if victims:
             way, pid = self._draw.choice(WAYS), self._draw.choice(victims)
             if self.harm.do(way, pid):
@@ -174,7 +176,7 @@ def judge(asked: list[Asked], failovers: int, orphans: list[int], status: Status
     for each in asked:
         if each.error:
             print(f"request {each.number}: {type(each.error).__name__}: {each.error}", file=sys.stderr)
-    with Model(demo_model_path()) as model:
+    with Model(demo_model_path(), threads=1) as model:
         print("comparing every stream with the engine alone", file=sys.stderr)
         mistaken = wrong(asked, model)
     finished = [each for each in asked if each.completion]

@@ -100,7 +100,7 @@ def soak(seconds: float) -> dict[str, object]:
         if len(each.times) > 8
     ]
     checked = random.Random(5).sample(finished, min(300, len(finished)))
-    with Model(demo_model_path()) as model:
+    with Model(demo_model_path(), threads=1) as model:
         mistaken = wrong(checked, model)
     half = seconds / 2
     return {

@@ -125,6 +125,15 @@ def state_of(pid: int) -> str:
         return "X"
 
 
+def age_s(pid: int) -> float:
+    """Since it was started; 0 where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def resident_bytes(pid: int) -> int:
     """0 where it is gone."""
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tinyloop_serve.protocol.calls import Completion
-from tinyloop_serve.protocol.errors import ReplicaLost, TinyLoopError
+from tinyloop_serve.protocol.errors import TinyLoopError
 from tinyloop_serve.protocol.modes import CACHE_MODES
 
 pytestmark = pytest.mark.integration
@@ -60,9 +60,11 @@ def test_64_mixed_requests_give_what_each_gives_alone(shared_fleet: Any, referen
     assert max(batches) > 1, "nothing was batched"
 
 
-def test_a_killed_replica_fails_its_own_clients_and_no_others(
-    fleet: Any, reference: Any, eventually: Any
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_replica_costs_no_token(
+    fleet: Any, reference: Any, eventually: Any, number: signal.Signals
 ) -> None:
+    """Killed, or stopped for good, in the middle of a stream, which then goes on at another."""
     prompt = "The definition of"
     others = [
         ("In the beginning", {"max_tokens": 60, "loops": 4, "seed": n, "temperature": 0.8}) for n in range(6)
@@ -73,16 +75,19 @@ def test_a_killed_replica_fails_its_own_clients_and_no_others(
         busy = fleet.freeze_busy()
         served = [pool.submit(client.generate, text, **options) for text, options in others]
         eventually(lambda: fleet.status().waiting == 0)
-        killed = time.monotonic()
-        os.kill(busy.pid, signal.SIGKILL)
-        with pytest.raises(ReplicaLost) as raised:
-            list(victim)
-        assert time.monotonic() - killed < LOSS_S
-        assert raised.value.request_id == victim.id and busy.name in str(raised.value)
-        assert first.tokens[0] == reference.tokens(prompt, max_tokens=1, loops=8)[0]
+        os.kill(busy.pid, number)
+        rest = list(victim)
+        tokens = [token for chunk in [first, *rest] for token in chunk.tokens]
+        assert tokens == reference.tokens(prompt, **LONG)
+        answer = victim.result()
+        assert list(answer.tokens) == tokens and answer.text == reference.text(tokens)
+        assert answer.stats.failovers == 1 and answer.stats.replica != busy.name
+        assert answer.stats.generated_tokens == len(tokens)
         for (text, options), future in zip(others, served, strict=True):
             assert list(future.result(60).tokens) == reference.tokens(text, **options)
+        assert fleet.status().failovers >= 1
 
+        os.kill(busy.pid, signal.SIGKILL) if number == signal.SIGSTOP else None
         eventually(lambda: fleet.replica(busy.name).pid not in (0, busy.pid))
         fleet.wait_all_ready()
         answer = client.generate(prompt, max_tokens=20, loops=2)
@@ -102,12 +107,20 @@ def test_status_shows_a_lost_replica(fleet: Any, eventually: Any) -> None:
     assert fleet.replica("replica-1").error == ""
 
 
-def test_a_killed_dispatcher_comes_back(fleet: Any, reference: Any, eventually: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_dispatcher_that_is_restarted_costs_no_token(
+    fleet: Any, reference: Any, eventually: Any, number: signal.Signals
+) -> None:
     (dispatcher,) = [pid for pid, line in fleet.children().items() if "tinyloop_serve.dispatcher" in line]
-    os.kill(dispatcher, signal.SIGKILL)
-    eventually(lambda: any("dispatcher is back" in line for line in fleet.said))
-    fleet.wait_all_ready()
     with fleet.client() as client:
+        stream = client.stream("The definition of", **LONG)
+        tokens = list(next(stream).tokens)
+        os.kill(dispatcher, number)
+        for chunk in stream:
+            tokens += chunk.tokens
+        assert tokens == reference.tokens("The definition of", **LONG)
+        eventually(lambda: any("dispatcher is back" in line for line in fleet.said))
+        fleet.wait_all_ready()
         assert list(client.generate("the", max_tokens=5).tokens) == reference.tokens("the", max_tokens=5)
 
 

@@ -276,7 +276,7 @@ def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> No
     while "last" not in lines:
         lines += child.read(now=5.0)[0]
     assert lines == ["first", "last"]
-    assert child.silent_s(8.0) == 0.0, "it has promised nothing yet"
+    assert child.silent_s(5.5) == 0.5, "from READY on it owes signs of life"
     child.read_signs(6.5)
     assert child.silent_s(8.0) == 1.5
     assert child.ready_field("startup_ms") == "12" and child.ready_field("nothing") == ""
@@ -287,7 +287,8 @@ def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> No
         pass
     assert child.how_it_ended() == "was killed by SIGKILL"
     assert child.start_at == 7.25 and not child.running and child.silent_s(99.0) == 0.0
-    child.signs.close()
+    child.close()
+    assert not (tmp_path / "signs").exists()
 
 
 def test_threads_share_the_cores() -> None:
