@@ -67,7 +67,7 @@ class Holdings(Orders):
 
     def _renew(self, client: bytes, tenant: str, asked: Asked, now: float) -> None:
         if held := self._own(client, tenant, asked, now):
-            held.used = now
+            held.used, held.owner = now, client  # a client that connected anew takes its handles along
             self._out.append(Send(client, messages.Handle(asked.id, self._info(held, tenant, now))))
 
     def _drop(self, client: bytes, tenant: str, asked: Asked, now: float) -> None:

@@ -175,7 +175,9 @@ class Server:
         if connected:
             self._say(self._core.replica_connected(link.endpoint), now)
         last_words = 1 << 30  # what it said before it went still counts
-        for _ in range(last_words if lost else MESSAGES_PER_TURN):
+        for count in range(last_words if lost else MESSAGES_PER_TURN):
+            if count == 1 and not lost and not link.has_more():
+                break
             try:
                 if (received := link.receive()) is None:
                     break

@@ -23,7 +23,7 @@ def generate(endpoint, prompt, **fields):
         socket.send_multipart([VERSION, msgpack.packb(body)])
 
     send(type="Generate", id=id, prompt_text=prompt, **fields)
-    received = pings = 0
+    received, pings = len(fields.get("done", b"")) // 4, 0
     heard = ping_at = time.monotonic()
     try:
         while (now := time.monotonic()) < heard + LEASE_S:
@@ -32,21 +32,21 @@ def generate(endpoint, prompt, **fields):
                 send(type="Ping", n=pings, lease_ms=LEASE_S * 1000)
             if not socket.poll(100):
                 continue
-            version, packed = socket.recv_multipart()
+            version, *bodies = socket.recv_multipart()
             heard = time.monotonic()
             if version != VERSION:
                 raise ConnectionError(f"the dispatcher speaks {version!r}, this client {VERSION!r}")
-            body = msgpack.unpackb(packed)
-            if body["type"] == "Failed" and body["id"] in (id, ""):
-                raise RuntimeError(f"{body['code']}: {body['message']}")
-            if body["type"] in ("Tokens", "Done") and body["id"] == id:
-                tokens = struct.unpack(f"<{len(body.get('tokens', b'')) // 4}I", body.get("tokens", b""))
-                if body.get("seq", received) != received:
-                    raise ConnectionError(f"token {received} was expected, {body['seq']} came")
-                received += len(tokens)
-                yield body.get("text", ""), tokens
-                if body["type"] == "Done":
-                    return
+            for body in map(msgpack.unpackb, bodies):
+                if body["type"] == "Failed" and body["id"] in (id, ""):
+                    raise RuntimeError(f"{body['code']}: {body['message']}")
+                if body["type"] in ("Tokens", "Done") and body["id"] == id:
+                    packed = body.get("tokens", b"")
+                    if body.get("seq", received) != received:
+                        raise ConnectionError(f"token {received} was expected, {body['seq']} came")
+                    received += len(packed) // 4
+                    yield body.get("text", ""), struct.unpack(f"<{len(packed) // 4}I", packed)
+                    if body["type"] == "Done":
+                        return
         raise ConnectionError(f"nobody answers at {endpoint}")
     finally:
         send(type="Goodbye")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,23 @@ def test_it_prints_the_answer() -> None:
         dispatcher.close()
     assert (run.stdout, run.returncode) == ("to be or END", 0), run.stderr
     assert dispatcher.pings[0]["lease_ms"] == 10_000
+
+
+def test_it_takes_several_bodies_of_one_message_and_goes_on_after_tokens_it_has() -> None:
+    dispatcher = fake.FakeDispatcher()
+    answer = load(SOURCE).generate(dispatcher.endpoint, "x", done=bytes(8))
+    heard: list[Any] = []
+    reader = threading.Thread(target=lambda: heard.extend(answer))
+    reader.start()
+    try:
+        ((peer, body),) = dispatcher.wait_for("Generate")
+        assert body["done"] == bytes(8)
+        pieces = [fake.tokens(body["id"], 2, [5], "a"), fake.tokens(body["id"], 3, [6], "b")]
+        dispatcher.say_together(peer, *pieces, fake.done(body["id"], text="c"))
+        reader.join(fake.CAP_S)
+    finally:
+        dispatcher.close()
+    assert heard == [("a", (5,)), ("b", (6,)), ("c", ())]
 
 
 def test_it_reports_refusals_and_gaps() -> None:
