@@ -76,9 +76,27 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="replicas, queues and counts of the fleet")
     status.add_argument("--json", action="store_true")
 
-    for command in (up, generate, chat, status):
+    handles = commands.add_parser("handles", help="prefixes and resume handles that the fleet holds")
+    handles.add_argument("--drop", default="", metavar="NAME", help="free this one")
+    handles.add_argument("--json", action="store_true")
+
+    for command in (up, generate, chat, status, handles):
         command.add_argument(
             "--endpoint", metavar="E", help="default: $TINYLOOP_ENDPOINT, or this user's own fleet"
+        )
+    for command in (generate, chat, status, handles):
+        command.add_argument("--key", metavar="FILE", help="our key, for tcp; default: $TINYLOOP_KEY")
+        command.add_argument(
+            "--server-key", metavar="KEY", help="the dispatcher's public key; default: $TINYLOOP_SERVER_KEY"
+        )
+
+    keys = commands.add_parser("keys", help="keys for fleets and clients on a network")
+    what = keys.add_subparsers(dest="what", required=True, metavar="WHAT")
+    new = what.add_parser("new", help="make a pair: NAME.key is secret, NAME.pub is not")
+    new.add_argument("name", metavar="NAME")
+    for command in (new, what.add_parser("list", help="the public keys of a directory")):
+        command.add_argument(
+            "--dir", metavar="DIR", help="default: tinyloop/keys in the configuration directory"
         )
 
     inspect = commands.add_parser("inspect", help="what is in a .tinyloop artifact")
@@ -231,6 +249,21 @@ def _deploy(flags: argparse.Namespace) -> int:
     return 0
 
 
+def _handles(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import handles
+
+    if flags.drop:
+        return handles.drop(_endpoint(flags), flags.drop)
+    return handles.show(_endpoint(flags), as_json=flags.json)
+
+
+def _keys(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import keyring
+
+    directory = flags.dir or keyring.default_directory()
+    return keyring.new(flags.name, directory) if flags.what == "new" else keyring.show(directory)
+
+
 _COMMANDS = {
     "up": _up,
     "generate": _generate,
@@ -239,12 +272,18 @@ _COMMANDS = {
     "inspect": _inspect,
     "convert": _convert,
     "deploy": _deploy,
+    "handles": _handles,
+    "keys": _keys,
 }
 
 
 def _endpoint(flags: argparse.Namespace) -> str:
+    """Also puts the flags for keys where `connect` and all that this command starts look for them."""
     from tinyloop_serve.deploy.endpoints import default_endpoint
 
+    for name, variable in (("key", "TINYLOOP_KEY"), ("server_key", "TINYLOOP_SERVER_KEY")):
+        if given := getattr(flags, name, None):
+            os.environ[variable] = given
     return flags.endpoint or default_endpoint()
 
 

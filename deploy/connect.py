@@ -24,7 +24,10 @@ def connect(endpoint: str) -> Client:
         _knock(endpoint)
     except OSError as error:
         raise ConnectFailed(f"no fleet answers at {endpoint} ({os.strerror(error.errno or 0)})") from None
-    return Client(endpoint)
+    key, server_key = (os.environ.get(name) or None for name in ("TINYLOOP_KEY", "TINYLOOP_SERVER_KEY"))
+    if not endpoint.startswith("tcp://"):  # a local fleet has no use for them
+        return Client(endpoint)
+    return Client(endpoint, key=key, server_key=server_key)
 
 
 def _knock(endpoint: str) -> None:

@@ -98,7 +98,7 @@ class Link:
 
     def has_more(self) -> bool:
         """Whether another message waits: asking is cheaper than the exception of a `receive` in vain."""
-        return bool(self.socket.get(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self) -> tuple[FromReplica, list[bytes]] | None:
         """The next message and its payloads, if one waits. Raises `ProtocolError` or `LimitExceeded`.

@@ -1,0 +1,34 @@
+"""`tinyloop keys`: CURVE keys in a directory. Their format and their use are protocol/keys.py's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tinyloop_serve.deploy.outcome import CommandFault
+from tinyloop_serve.protocol import keys
+
+
+def default_directory() -> str:
+    return os.path.join(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"), "tinyloop/keys")
+
+
+def new(name: str, directory: str) -> int:
+    """Makes a pair; prints its public key, and on standard error nothing but what went wrong."""
+    try:
+        path, public = keys.create(name, Path(directory))
+    except OSError as error:
+        raise CommandFault(f"cannot write to {directory}: {error.strerror}") from None
+    print(f"{public}  {path}")
+    return 0
+
+
+def show(directory: str) -> int:
+    """A line for each key: public key, name, and whether its secret half is here."""
+    try:
+        found = keys.found(Path(directory))
+    except OSError as error:
+        raise CommandFault(f"cannot read {directory}: {error.strerror}") from None
+    for name, public, secret in found:
+        print(f"{public}  {name}{'' if secret else '  (public half only)'}")
+    return 0
