@@ -12,8 +12,6 @@ import math
 import os
 import secrets
 import time
-from collections import deque
-from collections.abc import Iterable
 
 import zmq
 
@@ -195,20 +193,18 @@ class Server:
 
     # ------------------------------------------------------------------ out
 
-    def _say(self, sends: Iterable[Send], now: float) -> None:
-        todo = deque(sends)
-        while todo:
-            peer, message, payloads = todo.popleft()
-            if isinstance(peer, bytes):
-                mail = self._mail.setdefault(peer, [])
-                if message is None:
-                    mail.extend(payloads)
-                elif isinstance(message, Message):
-                    mail.append(_encoded(message))
+    def _say(self, sends: list[Send], now: float) -> None:
+        for peer, message, payloads in sends:  # which grows while it is said
+            if message is None:
+                assert isinstance(peer, bytes)
+                self._mail.setdefault(peer, []).extend(payloads)
+            elif isinstance(peer, bytes):
+                assert isinstance(message, Message)
+                self._mail.setdefault(peer, []).append(_encoded(message))
             elif isinstance(message, Load | Tokenize):
                 self._tokenizer.take(message)
             else:
-                todo += self._tell_replica(peer, message, now)
+                sends += self._tell_replica(peer, message, now)
 
     def _tell_replica(self, endpoint: str, message: object, now: float) -> list[Send]:
         if isinstance(message, Attach):

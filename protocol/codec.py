@@ -150,6 +150,9 @@ def check_version(theirs: bytes) -> None:
 
 def parcels(bodies: Sequence[bytes]) -> Iterator[list[bytes]]:
     """Encoded bodies for one client, in order, as the frames of as few messages as may hold them."""
+    if len(bodies) == 1:
+        yield [VERSION, bodies[0]]
+        return
     start, size = 0, 0
     for n, body in enumerate(bodies):
         size += len(body)
