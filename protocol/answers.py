@@ -73,9 +73,10 @@ class Open:
             return [message]
         raise ProtocolError(f"{type(message).__name__} does not answer what was asked")
 
-    def asked_again(self, now: float) -> Generate:
-        """The same request, to go on after the tokens that have arrived, in the time that is left."""
-        assert isinstance(self.question, Generate)
+    def asked_again(self, now: float) -> Question:
+        """The same; a request is to go on after the tokens that have arrived, in the time that is left."""
+        if not isinstance(self.question, Generate):
+            return self.question
         changes: dict[str, object] = {"done": tokens_to_bytes(self.tokens)}
         if self.question.deadline_ms:
             changes["deadline_ms"] = max(1, math.ceil((self.deadline - now) * 1000))

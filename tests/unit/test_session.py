@@ -542,3 +542,14 @@ def test_a_dispatcher_that_is_being_restarted_is_asked_again_for_a_while() -> No
     plain.ask("a")
     ((_, error),) = plain.hear(Failed("a", "unavailable", "shutting down", retry_after_ms=500))
     assert isinstance(error, errors.Unavailable)
+
+
+def test_a_handle_that_meets_a_restart_is_ordered_again_too() -> None:
+    driver = Driver(resume_s=3.0)
+    driver.put(CreateHandle("c", Recipe("prefix", "x")))
+    driver.messages()
+    assert driver.hear(Failed("c", "unavailable", "shutting down", retry_after_ms=500)) == []
+    driver.tick(0.5)
+    assert CreateHandle("c", Recipe("prefix", "x")) in driver.messages()
+    ((_, made),) = driver.hear(messages.Handle("c", info()))
+    assert isinstance(made, messages.Handle)
