@@ -145,6 +145,23 @@ def test_a_replica_joins_and_leaves_at_run_time(fleet: Fleet) -> None:
         second.hear("Hello")
 
 
+def test_a_handle_goes_with_the_connection_that_renewed_it_last(fleet: Fleet) -> None:
+    """A client that connects anew renews its handles, before its old connection is noticed to be gone."""
+    fleet.serve()
+    old, new, replica = fleet.client(), fleet.client(), fleet.replica()
+    old.say("CreateHandle", id="c", recipe={"kind": "prefix", "prompt_tokens": bytes(4)})
+    build = replica.hear("Build")
+    replica.say({"type": "Built", "handle": build["handle"], "bytes": 64})
+    assert old.hear()["info"]["handle"] == build["handle"]
+    new.say("RenewHandle", id="r", handle=build["handle"])
+    assert new.hear()["type"] == "Handle"
+    old.say("Goodbye")
+    old.say("ListHandles", id="l")
+    assert [each["handle"] for each in old.hear()["handles"]] == [build["handle"]]
+    new.say("Goodbye")
+    assert replica.hear("Drop")["handles"] == [build["handle"]]
+
+
 def test_an_endpoint_beyond_the_machine_is_not_attached_without_keys(fleet: Fleet) -> None:
     fleet.serve()
     with Library(fleet.front) as operator, pytest.raises(errors.InvalidRequest, match="key"):
