@@ -109,6 +109,7 @@ CONFIG = load(
         "replica_wait_ms": 3000,
         "stall_ms": 20_000,
         "poison_losses": 3,
+        "max_lease_ms": 5000,
         "tenants": {"guest": {"max_running": 2, "max_handles": 3, "max_priority": 0}},
     }
 )
@@ -495,7 +496,8 @@ class Dispatcher(RuleBasedStateMachine):
             self.the_books_agree()
             if not self.open and not self.core.handles.orders:
                 break
-        assert not self.open and not self.core.requests.live() and not self.core.handles.orders
+        left = (self.open, self.core.requests.live(), self.core.handles.orders)
+        assert left == ({}, [], {}), f"everything comes to an end: {left}"
         for client in CLIENTS:
             self.look(self.core.client_gone(client, self.now))
         assert not [held for held in self.core.handles if held.owner], "all owners have left"
