@@ -166,7 +166,7 @@ class Core(Operator):
                 self._fail(request, self.handles.lost(asked.handle, request.tenant), now)
             return
         recipe = held.recipe if held else asked.recipe
-        request.handle = held.name if held else ""
+        request.held = held
         request.basis = recipe and replace(recipe, loops=recipe.loops or model.loops)
         request.pieces = [] if recipe is None else [recipe.prompt_text or recipe.prompt_tokens or b""]
         request.pieces.append(asked.prompt_text or asked.prompt_tokens or b"")
@@ -203,7 +203,7 @@ class Core(Operator):
             self._fail(request, error, now)
             return
         self._choose_handle(request, sampling, now)
-        single = request.alone or asked.method != "plain" or bool(request.handle)
+        single = request.alone or asked.method != "plain" or request.held is not None
         request.state = State.WAITING
         request.shape = self.buckets.shape_of(sampling, asked.max_tokens, single=single)
         self.buckets.put(request)
@@ -228,7 +228,7 @@ class Core(Operator):
         for request in call.lanes:
             self.requests.start(request, replica.endpoint, now)
             self.admission.started(request.tenant)
-            lanes.append(request.lane(self.handles.use(request.handle, replica.endpoint, now)))
+            lanes.append(request.lane(self.handles.use(request.held, replica.endpoint, now)))
         message = messages.Run(run, sampling, tuple(lanes), call.batch_size)
         self._out.append(Send(replica.endpoint, message))
         for request in call.lanes:

@@ -12,6 +12,7 @@ from abc import abstractmethod
 
 from tinyloop_serve.dispatcher.effects import TOKENIZER, Detach, Load, Reset, Send
 from tinyloop_serve.dispatcher.holdings import Holdings
+from tinyloop_serve.dispatcher.ledger import refuse_what_never_fits
 from tinyloop_serve.dispatcher.replicas import NEVER, Replica
 from tinyloop_serve.dispatcher.requests import Request, State
 from tinyloop_serve.protocol import codec, errors, messages
@@ -186,10 +187,25 @@ class Failover(Holdings):
             if model not in absent:
                 absent[model] = self.replicas.absent_since(model)
             if (since := absent[model]) is None:
+                self._outgrown(request, now)
                 continue
             hopeless = bool(model) and not self.replicas.may_return(model)
             if hopeless or now - max(since, request.arrived) >= patience_s:
                 self._fail(request, self._nobody(request, hopeless), now)
+
+    def _outgrown(self, request: Request, now: float) -> None:
+        """Those who had room for it may have left for good, and only smaller ones be there."""
+        patience_s = self._config.replica_wait_ms / 1000
+        if request.shape is None or now - request.arrived < patience_s or self.replicas.may_hold(request):
+            request.unfit_since = now
+        elif now - request.unfit_since >= patience_s:
+            try:
+                budgets = self.replicas.budgets(request.model)
+                refuse_what_never_fits(budgets, request.shape.sampling, request.positions)
+            except errors.LimitExceeded as error:
+                self._fail(request, error, now)
+            else:  # it would fit one that is not in rotation
+                self._fail(request, errors.Unavailable(self.replicas.why_none()), now)
 
     def _nobody(self, request: Request, hopeless: bool) -> errors.TinyLoopError:
         if not request.failovers:

@@ -234,6 +234,8 @@ class Handles:
             cache_mode=build.cache_mode,
             cache_window=build.cache_window,
         )
+        if build.handle in self.orders:
+            return False  # it is being built again
         held, ended = self._all.get(build.handle), self._ended.get(build.handle)
         if held is None and (ended is None or not ended.final):
             owner = ended.held.owner if ended is not None else None
@@ -255,14 +257,13 @@ class Handles:
         self.keep(held, endpoint, told.bytes)
         return True
 
-    def use(self, name: str, endpoint: str, now: float) -> str:
-        """Notes a use there; returns the name, or "" where that replica does not hold it."""
-        if not self.holds(endpoint, name):
+    def use(self, held: Held | None, endpoint: str, now: float) -> str:
+        """Notes a use there; returns the name, or "" where that replica does not hold it (any more)."""
+        if held is None or self._all.get(held.name) is not held or endpoint not in held.holders:
             return ""
-        held = self._all[name]
         held.uses += 1
         held.used = now
-        return name
+        return held.name
 
     def leave(self, held: Held, endpoint: str, why: str, *, final: bool) -> None:
         """That replica holds it no longer; the last one's reason is how it ended."""

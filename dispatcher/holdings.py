@@ -39,11 +39,10 @@ class Holdings(Orders):
             assert isinstance(tokens, bytes)
             request.basis = replace(request.basis, prompt_text=None, prompt_tokens=tokens)
         elif request.asked.method == "plain" and sampling.beam_size == 1 and not sampling.cache_window:
-            found = self.handles.scaffold(request.tenant, request.prompt, sampling, request.model)
-            request.handle = found.name if found else ""
-        held = self.handles.get(request.handle)
-        if held is None or request.done:  # what goes on after a loss does so without
-            request.handle = ""
+            request.held = self.handles.scaffold(request.tenant, request.prompt, sampling, request.model)
+        if request.done:  # what goes on after a loss does so without
+            request.held = None
+        if (held := request.held) is None:
             return
         homes = [self.replicas[each] for each in held.holders if self.replicas[each].in_rotation]
         if homes:

@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tinyloop_serve.dispatcher.buckets import Shape
 from tinyloop_serve.dispatcher.config import Config
-from tinyloop_serve.dispatcher.ledger import Ledger
+from tinyloop_serve.dispatcher.ledger import Ledger, lane_bytes
 from tinyloop_serve.dispatcher.models import Models
 from tinyloop_serve.protocol.messages import Budget, Calibration, ModelInfo, Pong, Ready, ReplicaState
+
+if TYPE_CHECKING:
+    from tinyloop_serve.dispatcher.requests import Request
 
 NEVER = float("inf")
 WELL = "ok"
@@ -218,6 +222,17 @@ class Replicas:
     def budgets(self, fingerprint: str) -> list[Budget | None]:
         """Of those that serve this model."""
         return [each.ledger.budget for each in self if each.alive and each.fingerprint == fingerprint]
+
+    def may_hold(self, request: Request) -> bool:
+        """Whether one in rotation serves its model and has the memory for it."""
+        assert request.shape is not None
+        for replica in self:
+            if replica.in_rotation and replica.fingerprint == request.model:
+                budget = replica.ledger.budget
+                needed = lane_bytes(budget, request.shape.sampling, request.positions)
+                if budget is None or needed <= budget.cache_bytes:
+                    return True
+        return False
 
     def build(self, replica: Replica, handle: str) -> None:
         """It is to make this handle, after its run; the credit is not touched."""

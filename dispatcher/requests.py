@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tinyloop_serve.dispatcher.buckets import Shape
+from tinyloop_serve.dispatcher.handles import Held
 from tinyloop_serve.protocol.errors import bad_field
 from tinyloop_serve.protocol.messages import Done, Generate, Lane, Recipe, Stats
 
@@ -53,12 +54,13 @@ class Request:
 
     # the handle that saves it a prefill
     basis: Recipe | None = None  # of the handle that it named, its loops resolved: the prompt begins with it
-    handle: str = ""  # its name; without it the tokens are the same, so losing it now is no error
+    held: Held | None = None  # this one, whoever gets its name later; losing it now is no error
     sticky: str = ""  # endpoint of a replica that holds it, while waiting for that one
 
     # where it runs
     replica: str = ""  # endpoint, while RUNNING
     started: float = 0.0
+    unfit_since: float = 0.0  # WAITING for long: when a replica in rotation could last hold it
     cancelled: bool = False  # the client asked; the replica has yet to answer
 
     # what its client has, to go on from when a replica is lost
@@ -171,7 +173,7 @@ class Requests:
 
     def come_back(self, request: Request) -> None:
         """Its replica is lost to it: it waits again, to run alone and without a handle."""
-        request.state, request.replica, request.handle = State.WAITING, "", ""
+        request.state, request.replica, request.held = State.WAITING, "", None
         request.alone = True
         request.failovers += 1
 

@@ -109,6 +109,7 @@ CONFIG = load(
         "replica_wait_ms": 3000,
         "stall_ms": 20_000,
         "poison_losses": 3,
+        "max_lease_ms": 5000,
         "tenants": {"guest": {"max_running": 2, "max_handles": 3, "max_priority": 0}},
     }
 )
@@ -326,11 +327,11 @@ class Dispatcher(RuleBasedStateMachine):
     def restart_replica(self, endpoint: str, model: ModelInfo, accepted: bool) -> None:
         """Its process dies, and a new one is started, maybe with another artifact."""
         self.calm = 0
+        if accepted:
+            self.command(b"alice", Control("accept", "accept", model.fingerprint))
         replica = self.replicas[endpoint]
         replica.die()
         replica.model = model
-        if accepted:
-            self.order(b"alice", "accept", endpoint, 0)
         if replica.linked:
             self.look(self.core.replica_gone(endpoint, "killed", self.now))
             self.join(endpoint)
@@ -416,19 +417,22 @@ class Dispatcher(RuleBasedStateMachine):
     )
     def order(self, client: bytes, action: Any, endpoint: str, within_ms: int) -> None:
         self.calm = 0
+        target = self.replicas[endpoint].model.fingerprint if action == "accept" else endpoint
+        self.command(client, Control(action, action, target, within_ms))
+
+    def command(self, client: bytes, order: Control) -> None:
         self.calls += 1
-        replica = self.replicas[endpoint]
-        target = replica.model.fingerprint if action == "accept" else endpoint
-        self.open[client, f"c{self.calls}"] = order = Control(f"c{self.calls}", action, target, within_ms)
+        order = replace(order, id=f"c{self.calls}")
+        self.open[client, order.id] = order
         sends = self.core.client_says(client, TENANT_OF[client], order, self.now)
         allowed = [send for send in sends if isinstance(send.message, Controlled)]
         assert not allowed or client == b"alice"
-        if allowed and action in ("drain", "detach"):
-            self.draining.add(endpoint)
-            replica.leaving = replica.leaving or action == "detach"
-        if allowed and action == "resume":
-            self.draining.discard(endpoint)
-            replica.leaving = False
+        if allowed and order.action in ("drain", "detach"):
+            self.draining.add(order.target)
+            self.replicas[order.target].leaving |= order.action == "detach"
+        if allowed and order.action == "resume":
+            self.draining.discard(order.target)
+            self.replicas[order.target].leaving = False
         self.look(sends)
 
     @rule(
@@ -481,7 +485,7 @@ class Dispatcher(RuleBasedStateMachine):
             if replica.connected and replica.health != "ok":
                 self.fall_ill_or_recover(replica.endpoint, "ok")
             if replica.endpoint in self.draining and replica.linked:
-                self.order(b"alice", "resume", replica.endpoint, 0)
+                self.command(b"alice", Control("resume", "resume", replica.endpoint))
         for turn in range(400):
             for job in list(self.texts):
                 del self.texts[job]
@@ -492,7 +496,8 @@ class Dispatcher(RuleBasedStateMachine):
             self.the_books_agree()
             if not self.open and not self.core.handles.orders:
                 break
-        assert not self.open and not self.core.requests.live() and not self.core.handles.orders
+        left = (self.open, self.core.requests.live(), self.core.handles.orders)
+        assert left == ({}, [], {}), f"everything comes to an end: {left}"
         for client in CLIENTS:
             self.look(self.core.client_gone(client, self.now))
         assert not [held for held in self.core.handles if held.owner], "all owners have left"

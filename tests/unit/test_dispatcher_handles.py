@@ -1,0 +1,228 @@
+"""Handles through the dispatcher's decisions, with no socket. Catches: a handle that another tenant can use
+or tell that it exists, one that outlives its lease or its client, a request that fails because a handle is
+gone though it need not, a replica and the books that disagree on what is held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.test_dispatcher_core import ALICE, BOB, R0, R1, Bench, announce, ask, said
+from tinyloop_serve.dispatcher.effects import TOKENIZER, Send, Tokenize
+from tinyloop_serve.protocol.codec import tokens_to_bytes
+from tinyloop_serve.protocol.messages import (
+    Build,
+    Built,
+    CreateHandle,
+    Drop,
+    DropHandle,
+    Failed,
+    Generate,
+    Goodbye,
+    Handle,
+    HandleKind,
+    Handles,
+    HeldHandle,
+    ListHandles,
+    Ready,
+    Recipe,
+    RenewHandle,
+    Run,
+    Sampling,
+)
+
+HEAD = tokens_to_bytes([1, 2])
+
+
+def recipe(kind: HandleKind = "prefix", **fields: Any) -> Recipe:
+    return Recipe(kind, prompt_tokens=HEAD, **fields)
+
+
+def made(bench: Bench, client: bytes = ALICE, kind: HandleKind = "prefix", **fields: Any) -> str:
+    """A handle, from the wish to the answer; returns its name."""
+    sends = bench.client(client, CreateHandle("make", recipe(kind), **fields))
+    (build,) = [send for send in sends if isinstance(send.message, Build)]
+    assert isinstance(build.peer, str) and isinstance(build.message, Build)
+    answers = bench.replica(build.peer, Built(build.message.handle, 10))
+    (answer,) = said(answers, client, Handle)
+    assert (answer.id, answer.info.bytes, answer.info.tokens, answer.info.loops) == ("make", 10, 2, 4)
+    return str(answer.info.handle)
+
+
+def as_guest(bench: Bench, message: Any) -> list[Send]:
+    return bench._after(bench.core.client_says(BOB, "guest", message, bench.now))
+
+
+def test_a_request_with_a_handle_goes_where_it_is_with_the_whole_prompt() -> None:
+    bench = Bench(ready=2)
+    name = made(bench)
+    (lane,) = said(bench.client(ALICE, ask("q", handle=name)), R0, Run)[0].lanes
+    assert lane.handle == name and lane.prompt == HEAD + tokens_to_bytes([1, 2, 3])
+    bench.finish(R0)
+    (lane,) = said(bench.client(ALICE, Generate("p", handle=name, max_tokens=8)), R0, Run)[0].lanes
+    assert lane.prompt == HEAD
+
+
+def test_it_waits_for_that_replica_only_so_long_and_then_does_without() -> None:
+    bench = Bench(ready=2, sticky_wait_ms=50)
+    name = made(bench)
+    bench.client(BOB, ask("busy", handle=name))
+    assert bench.client(ALICE, ask("q", handle=name)) == []  # though the other one is idle
+    (run,) = said(bench.wait(0.06), R1, Run)
+    assert run.lanes[0].handle == "" and run.lanes[0].prompt.startswith(HEAD)
+
+
+def test_text_that_goes_on_after_a_handle_has_no_begin_token() -> None:
+    bench = Bench()
+    name = made(bench)
+    sends = bench.client(ALICE, Generate("q", prompt_text="x", handle=name, max_tokens=8))
+    assert said(sends, TOKENIZER, Tokenize) == [Tokenize(1, "x", bos=False)]
+
+
+def test_the_longest_scaffold_is_used_without_being_named() -> None:
+    bench = Bench()
+    name = made(bench, kind="scaffold")
+    assert said(bench.client(ALICE, ask("q")), R0, Run)[0].lanes[0].handle == name  # its prompt is 1 2 3
+    bench.finish()
+    run = said(bench.client(ALICE, ask("o", sampling=Sampling(loops=2))), R0, Run)[0]
+    assert run.lanes[0].handle == ""  # it was made at other loops
+    bench.finish()
+    assert said(as_guest(bench, ask("q")), R0, Run)[0].lanes[0].handle == ""  # it is not the guest's
+
+
+def test_to_another_tenant_a_handle_does_not_exist() -> None:
+    bench = Bench(ready=2)
+    name = made(bench)
+    for message in (ask("q", handle=name), RenewHandle("q", name), DropHandle("q", name)):
+        (failed,) = said(as_guest(bench, message), BOB, Failed)
+        other = type(message)("q", handle="no-such")
+        if isinstance(message, Generate):
+            other = ask("q", handle="no-such")
+        (unknown,) = said(as_guest(bench, other), BOB, Failed)
+        assert failed.code == "handle_lost" and failed.value == name
+        assert failed.message.replace(name, "no-such") == unknown.message
+    assert said(as_guest(bench, ListHandles("l")), BOB, Handles) == [Handles("l", ())]
+
+
+def test_a_shared_one_is_used_by_all_and_dropped_by_its_own_tenant() -> None:
+    bench = Bench()
+    name = made(bench, shared=True)
+    assert said(as_guest(bench, ask("q", handle=name)), R0, Run)[0].lanes[0].handle == name
+    assert [failed.code for failed in said(as_guest(bench, DropHandle("d", name)), BOB, Failed)] == [
+        "forbidden"
+    ]
+    assert Send(R0, Drop((name,))) in bench.client(ALICE, DropHandle("d", name))
+
+
+@pytest.mark.parametrize("how", ["lease", "client", "evicted", "dropped", "replica"])
+def test_a_lost_handle_is_an_error_that_says_how_or_is_built_again(how: str) -> None:
+    bench = Bench(ready=2)
+    name = made(bench, detached=how != "client", lease_ms=1000)
+    if how == "lease":
+        assert said(bench.wait(1.5), R0, Drop) == [Drop((name,))]
+    elif how == "client":
+        assert said(bench.client(ALICE, Goodbye()), R0, Drop) == [Drop((name,))]
+    elif how == "evicted":
+        bench.client(ALICE, CreateHandle("2", recipe(), detached=True))
+        bench.client(ALICE, CreateHandle("3", recipe(), detached=True))
+        third = said(bench.sent, R0, Build)[-1].handle
+        bench.replica(R0, Built(third, 10, evicted=(name,)))
+    elif how == "dropped":
+        bench.client(ALICE, DropHandle("d", name))
+    else:
+        bench.gone(R0)
+    words = {"lease": "lease of 1 s", "client": "has left", "evicted": "evicted", "dropped": "dropped"}
+    (failed,) = said(bench.client(ALICE, ask("q", handle=name)), ALICE, Failed)
+    assert (failed.code, failed.field, failed.value) == ("handle_lost", "handle", name)
+    assert words.get(how, "r0, which held it, was lost") in failed.message
+    sends = bench.client(ALICE, ask("q", handle=name, recipe=recipe()))
+    (run,) = [send.message for send in sends if isinstance(send.message, Run)]
+    assert run.lanes[0].prompt == HEAD + tokens_to_bytes([1, 2, 3]) and run.lanes[0].handle == ""
+    assert [s.message.handle for s in bench.sent if isinstance(s.message, Build)][
+        -1
+    ] == name or how == "evicted"
+
+
+def test_a_waiting_request_survives_the_loss_of_its_handle() -> None:
+    bench = Bench()
+    name = made(bench)
+    bench.client(BOB, ask("busy"))
+    bench.client(ALICE, ask("q", handle=name))
+    bench.client(ALICE, DropHandle("d", name))
+    (lane,) = said(bench.finish(), R0, Run)[0].lanes
+    assert lane.handle == "" and lane.prompt.startswith(HEAD)
+
+
+def test_renewing_and_using_keep_it() -> None:
+    bench = Bench()
+    name = made(bench, lease_ms=1000)
+    for n in range(3):
+        bench.wait(0.8)
+        assert said(bench.client(ALICE, RenewHandle(f"r{n}", name)), ALICE, Handle)
+    bench.wait(0.8)
+    bench.client(ALICE, ask("q", handle=name))
+    bench.wait(0.8)
+    (listed,) = said(bench.client(ALICE, ListHandles("l")), ALICE, Handles)
+    assert [(info.handle, info.uses, info.replica) for info in listed.handles] == [(name, 1, "r0")]
+
+
+WRONG = [
+    ("prefix", {"sampling": Sampling(loops=2)}, "sampling.loops"),
+    ("prefix", {"sampling": Sampling(beam_size=2)}, "sampling.beam_size"),
+    ("resume", {}, "prompt_text"),
+]
+
+
+@pytest.mark.parametrize("kind, fields, field", WRONG)
+def test_a_handle_that_does_not_fit_the_request(kind: HandleKind, fields: Any, field: str) -> None:
+    bench = Bench()
+    (failed,) = said(bench.client(ALICE, ask("q", handle=made(bench, kind=kind), **fields)), ALICE, Failed)
+    assert failed.field == field and failed.accepted
+
+
+def test_a_tenant_has_so_many_and_no_more() -> None:
+    bench = Bench(tenants={"guest": {"max_handles": 1}})
+    as_guest(bench, CreateHandle("1", recipe()))
+    (failed,) = said(as_guest(bench, CreateHandle("2", recipe())), BOB, Failed)
+    assert failed.code == "limit" and "1 handles of at most 1" in failed.message
+
+
+def test_a_new_dispatcher_learns_what_the_replicas_hold_and_waits_for_them_to_say_so() -> None:
+    bench = Bench(ready=0)
+    build = Build("h", "prefix", HEAD, loops=4, tenant="local")
+    ready = announce(R0)
+    bench.replica(R1, announce(R1))
+    assert bench.client(ALICE, ask("q", handle="h")) == []  # the other one may hold it
+    assert bench.client(ALICE, RenewHandle("r", "h")) == []
+    sends = bench.replica(R0, Ready(ready.name, 7, "cpu", ready.model, handles=(HeldHandle(build, 9),)))
+    assert said(sends, ALICE, Handle)[0].info.bytes == 9
+    assert said(sends, R0, Run)[0].lanes[0].handle == "h"
+
+
+def test_what_ended_while_a_replica_was_away_is_dropped_when_it_comes_back() -> None:
+    bench = Bench(ready=1)
+    name = made(bench)
+    (build,) = said(bench.sent, R0, Build)
+    bench.gone(R0)
+    bench.client(ALICE, Goodbye())
+    ready = announce(R0)
+    sends = bench.replica(R0, Ready(ready.name, 7, "cpu", ready.model, handles=(HeldHandle(build, 9),)))
+    assert said(sends, R0, Drop) == [Drop((name,))]
+
+
+def test_a_replica_that_dies_building_is_replaced_and_two_are_enough() -> None:
+    bench = Bench(ready=2)
+    bench.client(ALICE, CreateHandle("1", recipe()))
+    assert said(bench.gone(R0), R1, Build)
+    (failed,) = said(bench.gone(R1), ALICE, Failed)
+    assert (failed.id, failed.code) == ("1", "poison")
+
+
+def test_a_client_that_leaves_takes_what_is_still_being_built_with_it() -> None:
+    bench = Bench()
+    bench.client(ALICE, CreateHandle("1", recipe()))
+    (build,) = said(bench.sent, R0, Build)
+    assert said(bench.client(ALICE, Goodbye()), R0, Drop) == [Drop((build.handle,))]
+    bench.replica(R0, Built(build.handle, 10))
+    assert len(bench.core.handles) == 0 and bench.core.replicas[R0].ledger.handles == 0
