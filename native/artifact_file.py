@@ -17,6 +17,8 @@ from tinyloop_serve.native.errors import refusal
 
 DATA_ALIGNMENT = 64
 MAX_HEADER_BYTES = 64 << 20
+MAX_READ_HEADER_BYTES = 100_000_000  # of any safetensors file: the limit of the format's own library
+METADATA = "__metadata__"
 HASH = "data_sha256"
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 READ_BYTES = 1 << 24
@@ -75,13 +77,44 @@ def verify(path: str | os.PathLike[str], recorded: str) -> None:
             digest.update(block)
     if digest.hexdigest() != recorded:
         raise refusal(
-            f"__metadata__.{HASH}", recorded, f"{digest.hexdigest()}, the hash of the data: a damaged file"
+            f"{METADATA}.{HASH}", recorded, f"{digest.hexdigest()}, the hash of the data: a damaged file"
         )
+
+
+def mapped_bytes(path: str | os.PathLike[str]) -> int:
+    """How many bytes of the artifact at `path` its users map and share; the rest each of them copies.
+
+    An estimate for a file that nobody has checked yet. Raises OSError or ArtifactError where there is no
+    header to read.
+    """
+    total = 0
+    for entry in read_header(Path(path))[0].values():
+        match entry:
+            case {"shape": [_, _, _, *_], "data_offsets": [int(begin), int(end)]}:
+                total += end - begin
+    return min(total, os.path.getsize(path))
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its data begins. Raises ArtifactError naming the file."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, MAX_READ_HEADER_BYTES):
+            raise refusal(path.name, f"{size} bytes, header of {length}", "a complete safetensors file")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise refusal(path.name, str(error), "a safetensors file with a JSON header") from None
+    if not isinstance(header, dict):
+        raise refusal(path.name, type(header).__name__, "a safetensors header that is an object")
+    return header, 8 + length
 
 
 def _header(metadata: dict[str, str], digest: str, entries: Sequence[Entry]) -> bytes:
     """With its length in front."""
-    tree: dict[str, object] = {"__metadata__": metadata | {HASH: digest}}
+    tree: dict[str, object] = {METADATA: metadata | {HASH: digest}}
     offset = 0
     for entry in entries:
         offsets = [offset, offset + entry.bytes]

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tinyloop_serve.native.artifact_file import METADATA, read_header
 from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.tensors import BF16, Tensor
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-METADATA = "__metadata__"
 
 
 class Stored(NamedTuple):
@@ -52,7 +51,7 @@ def open_shards(folder: Path) -> dict[str, Stored]:
 
 def open_file(path: Path) -> dict[str, Stored]:
     """All tensors of one file by name. Raises ArtifactError naming the file or the tensor."""
-    header, start = _header(path)
+    header, start = read_header(path)
     size = path.stat().st_size
     return {
         name: _stored(path, name, entry, start, size - start)
@@ -63,7 +62,7 @@ def open_file(path: Path) -> dict[str, Stored]:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The strings that a file carries beside its tensors."""
-    metadata = _header(path)[0].get(METADATA, {})
+    metadata = read_header(path)[0].get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise refusal(METADATA, type(metadata).__name__, "an object of strings")
     return metadata
@@ -96,23 +95,6 @@ def _open_index(folder: Path) -> dict[str, Stored]:
         if name not in found:
             raise refusal(name, None, f"in {shard}, as {INDEX} says")
     return found
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data begins."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise refusal(path.name, f"{size} bytes, header of {length}", "a complete safetensors file")
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise refusal(path.name, str(error), "a safetensors file with a JSON header") from None
-    if not isinstance(header, dict):
-        raise refusal(path.name, type(header).__name__, "a safetensors header that is an object")
-    return header, 8 + length
 
 
 def _stored(path: Path, name: str, entry: Any, start: int, data_bytes: int) -> Stored:
