@@ -110,11 +110,22 @@ def _parser() -> argparse.ArgumentParser:
     systemd.add_argument("--prefix", required=True, metavar="DIR", help="the files are written below it")
 
     convert = commands.add_parser(
-        "convert", help="make a .tinyloop artifact from a GGUF file or a Hugging Face folder"
+        "convert",
+        help="make a .tinyloop artifact from a GGUF file, a Hugging Face folder or another artifact",
     )
     convert.add_argument("source", metavar="SOURCE")
     convert.add_argument("target", metavar="TARGET")
-    convert.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16", help="of the weights")
+    convert.add_argument(
+        "--weights",
+        choices=("fp16", "bf16", "fp32"),
+        help="type of the matrices (default: fp16; another artifact's: as they are)",
+    )
+    convert.add_argument(
+        "--layout",
+        choices=("panels", "plain"),
+        default="panels",
+        help="of the matrices: panels (default), which the replicas of a host map and share, or plain rows",
+    )
     convert.add_argument(
         "--max-loops",
         type=_positive,
@@ -236,7 +247,14 @@ def _inspect(flags: argparse.Namespace) -> int:
 def _convert(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy import report
 
-    return report.convert(flags.source, flags.target, flags.dtype, flags.max_loops, not flags.no_beta)
+    return report.convert(
+        flags.source,
+        flags.target,
+        flags.weights,
+        flags.layout,
+        max_loops=flags.max_loops,
+        measure_beta=not flags.no_beta,
+    )
 
 
 def _deploy(flags: argparse.Namespace) -> int:

@@ -73,12 +73,19 @@ def lacking_memory(plan: Plan, available: int | None = None) -> str:
     None = ask the machine."""
     import psutil  # the one place that needs it
 
-    with contextlib.suppress(OSError):  # a model that is not there is the replicas' to report
-        weights = os.path.getsize(plan.model)
+    from tinyloop_serve.native.artifact_file import mapped_bytes
+    from tinyloop_serve.native.errors import ArtifactError
+
+    with contextlib.suppress(OSError):  # a model that is not there or not one is the replicas' to report
+        shared = 0
+        with contextlib.suppress(ArtifactError):
+            shared = mapped_bytes(plan.model)
+        each = os.path.getsize(plan.model) - shared
         free = psutil.virtual_memory().available if available is None else available
-        if plan.replicas * weights > free:
-            needed = f"{plan.replicas} replicas x {weights >> 20} MiB of weights"
-            return f"{needed} = {plan.replicas * weights >> 20} MiB, but {free >> 20} MiB of memory are free"
+        needed = plan.replicas * each + shared
+        if needed > free:
+            weights = f"{plan.replicas} replicas x {each >> 20} MiB of weights + {shared >> 20} MiB shared"
+            return f"{weights} = {needed >> 20} MiB, but {free >> 20} MiB of memory are free"
     return ""
 
 

@@ -79,7 +79,15 @@ def inspect(path: str, *, as_json: bool) -> int:
     return 0
 
 
-def convert(source: str, target: str, dtype: str, max_loops: int | None, measure_beta: bool) -> int:
+def convert(
+    source: str,
+    target: str,
+    weights: str | None,
+    layout: str,
+    *,
+    max_loops: int | None,
+    measure_beta: bool,
+) -> int:
     from tinyloop_serve.native import inspect_artifact
     from tinyloop_serve.native.importers import convert as importers
 
@@ -89,7 +97,9 @@ def convert(source: str, target: str, dtype: str, max_loops: int | None, measure
                 f"\r{done} of {total} tensors", end="" if done < total else "\n", file=sys.stderr, flush=True
             )
 
-    importers.convert(source, target, dtype, progress, max_loops=max_loops, measure_beta=measure_beta)
+    importers.convert(
+        source, target, weights, progress, layout=layout, max_loops=max_loops, measure_beta=measure_beta
+    )
     print(next(iter(describe_artifact(target, inspect_artifact(target)))))
     return 0
 
@@ -103,6 +113,8 @@ def describe_artifact(path: str, found: dict[str, Any]) -> Iterable[str]:
     core = f"{config['n_core']} core x {loops}"
     yield f"layers         {config['n_prelude']} prelude + {core} + {config['n_coda']} coda"
     yield f"context        {config['max_seq_len']} tokens, vocabulary {config['vocab_size']}"
+    held = "mapped, shared by a host's replicas" if found["layout"] == "panels" else "copied by each replica"
+    yield f"weights        {found['weights']}, {found['layout']}: {held}"
     tokenizer, template = metadata.get("tokenizer", ""), metadata.get("chat_template", "")
     yield f"tokenizer      {tokenizer or 'none: token ids only'}; {'a' if template else 'no'} chat template"
     yield ""

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -134,12 +134,32 @@ for _name in (
 
 
 def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What is in an artifact: config, metadata, tensors, file_bytes, parameters, fingerprint.
+    """What is in an artifact: config, metadata, tensors, file_bytes, parameters, fingerprint; of its matrices
+    the `weights` ("fp16", ...) and the `layout` ("panels", "plain"), or "mixed".
 
-    Raises ArtifactError, naming the field, for a file that is not a valid artifact.
+    Raises ArtifactError, naming the field, for a file that is not a valid artifact. Unlike loading, this
+    reads the whole file where its header has a hash of the data, and compares.
     """
+    from tinyloop_serve.native.artifact_file import HASH, verify  # hashing is not for those who only load
+
     found = _core.inspect_artifact(path)
-    return {"config": json.loads(found["metadata"]["config"]), **found}
+    if HASH in found["metadata"]:
+        verify(path, found["metadata"][HASH])
+    matrices = [t for t in found["tensors"] if len(t["shape"]) > 1 and t["name"] != "exit_gate.weight"]
+    return {
+        "config": json.loads(found["metadata"]["config"]),
+        "weights": _common(_WEIGHTS[matrix["dtype"]] for matrix in matrices),
+        "layout": _common("panels" if len(matrix["shape"]) > 2 else "plain" for matrix in matrices),
+        **found,
+    }
+
+
+_WEIGHTS = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+
+
+def _common(names: Iterable[str]) -> str:
+    different = set(names)
+    return different.pop() if len(different) == 1 else "mixed"
 
 
 def demo_model_path() -> Path:

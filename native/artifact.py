@@ -1,8 +1,7 @@
 """Writes a `.tinyloop` artifact: one safetensors file with the model's config and tokenizer in its metadata.
 
-The file is an 8-byte little-endian header length, a JSON header padded with spaces so that the data starts
-at a multiple of 64, then the tensors without holes, wider elements first so that each is aligned to its
-own element size. Equal input gives equal bytes, so a fingerprint of the file is a fingerprint of the model.
+Equal input gives equal bytes, so a fingerprint of the file is a fingerprint of the model. The file's bytes
+are `artifact_file.py`'s business, the panel layout is `panels.py`'s.
 
 CONFIG_FIELDS and `expected_tensors` are the one description, on the Python side, of what a model may be. The
 compiled loader checks the same rules again, because it may be handed any file; this file must not need it.
@@ -12,19 +11,22 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tinyloop_serve.native.errors import ArtifactError
+from tinyloop_serve.native import panels
+from tinyloop_serve.native.artifact_file import Entry, save
+from tinyloop_serve.native.errors import refusal
+from tinyloop_serve.native.tensors import BF16, Tensor, all_finite, bits_of, dtype_name
 
 FORMAT = "tinyloop"
 FORMAT_VERSION = "1"
-DATA_ALIGNMENT = 64
-MAX_HEADER_BYTES = 64 << 20
 REQUIRED = object()
+
+LAYOUTS = ("panels", "plain")
 
 NORMS = ("pre", "sandwich", "post", "pre_post")
 
@@ -87,35 +89,6 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
 )
 
 
-class BF16:
-    """A bfloat16 tensor for the writer: the 16 bits of each element in a numpy uint16 array."""
-
-    def __init__(self, bits: npt.NDArray[np.uint16]) -> None:
-        if not isinstance(bits, np.ndarray) or bits.dtype != np.uint16:
-            raise TypeError(
-                "BF16 wraps a numpy uint16 array of bfloat16 bits; use BF16.from_float32 for numbers"
-            )
-        self.bits = bits
-
-    @classmethod
-    def from_float32(cls, values: npt.NDArray[np.float32]) -> "BF16":
-        """Round to nearest, ties to even; NaN stays NaN."""
-        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        return cls(np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16))
-
-    def float32(self) -> npt.NDArray[np.float32]:
-        """The same numbers, exactly."""
-        return (self.bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.bits.shape
-
-
-Tensor = npt.NDArray[Any] | BF16
-
-
 def write(
     path: str | os.PathLike[str],
     config: Mapping[str, object],
@@ -124,39 +97,27 @@ def write(
     tokenizer: str = "",
     chat_template: str = "",
     card: Mapping[str, object] | None = None,
+    layout: str = "panels",
 ) -> None:
     """Check everything, then write the artifact beside `path` and rename it into place.
 
     `tensors` are float16, float32 or BF16 arrays, named and shaped as `expected_tensors(config)` says.
     `tokenizer` is the text of a tokenizer.json, `chat_template` a Jinja template, `card` a JSON-able dict.
-    Raises ArtifactError, which names the field or tensor, before any file is touched.
+    `layout` is how matrices are stored: "panels", which the engine uses in place, or "plain" rows, which it
+    copies. Raises ArtifactError, which names the field or tensor, before any file is touched.
     """
     complete = complete_config(config)
     _check_tensors(complete, tensors)
     _check_tokenizer(tokenizer, _whole(complete, "vocab_size"))
     if not isinstance(chat_template, str):
         raise refusal("chat_template", type(chat_template).__name__, "a string")
+    if layout not in LAYOUTS:
+        raise refusal("layout", layout, " | ".join(LAYOUTS))
     metadata = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": json.dumps(complete)}
     metadata |= {"tokenizer": tokenizer} if tokenizer else {}
     metadata |= {"chat_template": chat_template} if chat_template else {}
     metadata |= {"card": _card_text(card)} if card is not None else {}
-    names = sorted(expected_tensors(complete), key=lambda name: -_element_bytes(tensors[name]))
-    header = _header(metadata, names, tensors)
-
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "xb") as file:
-            file.write(len(header).to_bytes(8, "little"))
-            file.write(header)
-            for name in names:
-                file.write(_little_endian(tensors[name]).data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    save(path, metadata, _entries(complete, tensors, layout))
 
 
 def complete_config(config: Mapping[str, object]) -> dict[str, object]:
@@ -192,15 +153,6 @@ def expected_tensors(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]
     if not c["tied_head"]:
         shapes["head.weight"] = (vocab, width)
     return shapes
-
-
-def refusal(field: str, value: object, accepted: str) -> ArtifactError:
-    """An ArtifactError whose message says all three; long values are cut."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else shown[:197] + "..."
-    return ArtifactError(
-        f"{field} = {shown} is not valid; accepted: {accepted}", field=field, value=value, accepted=accepted
-    )
 
 
 def _layer_tensors(c: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
@@ -289,7 +241,7 @@ def _check_tensors(config: Mapping[str, object], tensors: Mapping[str, Tensor]) 
             )
         if tensor.shape != shape:
             raise refusal(name, tensor.shape, f"shape {shape}")
-        if not _all_finite(tensor):
+        if not all_finite(tensor):
             raise refusal(name, "holds NaN or infinity", "finite numbers")
 
 
@@ -321,49 +273,41 @@ def _card_text(card: Mapping[str, object]) -> str:
         raise refusal("card", card, f"JSON-able values ({error})") from None
 
 
-def _header(metadata: Mapping[str, str], names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
-    tree: dict[str, object] = {"__metadata__": metadata}
-    offset = 0
-    for name in names:
+def _entries(config: Mapping[str, object], tensors: Mapping[str, Tensor], layout: str) -> list[Entry]:
+    """In the order of the file: panels, which need the data's alignment and keep it; then wide elements."""
+    packed, plain = [], []
+    for name in expected_tensors(config):
         tensor = tensors[name]
-        end = offset + math.prod(tensor.shape) * _element_bytes(tensor)
-        tree[name] = {
-            "dtype": _dtype_name(tensor),
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    try:
-        text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise refusal(
-            "metadata", error.object[error.start : error.end], "text that is valid Unicode"
-        ) from None
-    header = text + b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
-    if len(header) > MAX_HEADER_BYTES:
-        raise refusal(
-            "header", len(header), f"at most {MAX_HEADER_BYTES} bytes of config, tokenizer and tensor names"
-        )
-    return header
+        if layout == "panels" and _fits_panels(name, tensors):
+            heads = panels.heads_of(name, _whole(config, "head_dim"))
+            shape = panels.packed_shape(tensor.shape, heads)
+            packed.append(Entry(name, dtype_name(tensor), shape, partial(_packed, tensor, heads)))
+        else:
+            plain.append(Entry(name, dtype_name(tensor), tensor.shape, partial(_little_endian, tensor)))
+    return packed + sorted(plain, key=lambda entry: -bits_of(tensors[entry.name]).itemsize)
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return "BF16" if isinstance(tensor, BF16) else {2: "F16", 4: "F32"}[tensor.dtype.itemsize]
+def _fits_panels(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """A matrix whose panels are whole units of alignment; wq, wk and wv only together, as one matrix."""
+    tensor = tensors[name]
+    if len(tensor.shape) != 2 or name == "exit_gate.weight":
+        return False
+    stem, _, part = name.removesuffix(".weight").rpartition(".")
+    if part in ("wq", "wk", "wv"):
+        kinds = {dtype_name(tensors[f"{stem}.{one}.weight"]) for one in ("wq", "wk", "wv")}
+        if len(kinds) > 1:
+            return False
+    _, inputs, width = panels.packed_shape(tensor.shape, panels.heads_of(name, 0))
+    return inputs * width * bits_of(tensor).itemsize % panels.ALIGNMENT == 0
 
 
-def _element_bytes(tensor: Tensor) -> int:
-    return 2 if isinstance(tensor, BF16) else tensor.dtype.itemsize
+def _packed(tensor: Tensor, heads: panels.Heads) -> npt.NDArray[Any]:
+    return panels.pack(_little_endian(tensor), heads)
 
 
 def _little_endian(tensor: Tensor) -> npt.NDArray[Any]:
-    array = tensor.bits if isinstance(tensor, BF16) else tensor
+    array = bits_of(tensor)
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    if isinstance(tensor, BF16):
-        return bool(np.all((tensor.bits & np.uint16(0x7F80)) != np.uint16(0x7F80)))
-    return bool(np.all(np.isfinite(tensor)))
 
 
 def _accepted(field: ConfigField) -> str:

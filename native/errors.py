@@ -65,6 +65,15 @@ class OutOfMemoryError(TinyLoopError):
     """Memory for weights, a cache or a handle could not be had."""
 
 
+def refusal(field: str, value: object, accepted: str) -> ArtifactError:
+    """An ArtifactError whose message says all three; long values are cut."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 200 else shown[:197] + "..."
+    return ArtifactError(
+        f"{field} = {shown} is not valid; accepted: {accepted}", field=field, value=value, accepted=accepted
+    )
+
+
 def _rebuild(
     kind: type[TinyLoopError], message: str, field: str | None, value: object, accepted: str | None
 ) -> TinyLoopError:

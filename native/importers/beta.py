@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from tinyloop_serve.native.artifact import BF16, Tensor, complete_config, expected_tensors
-from tinyloop_serve.native.importers.dtypes import float32
+from tinyloop_serve.native.artifact import complete_config, expected_tensors
+from tinyloop_serve.native.tensors import BF16, Tensor, float32
 
 Array = npt.NDArray[np.float32]
 

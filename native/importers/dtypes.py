@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from tinyloop_serve.native.artifact import BF16, Tensor, refusal
+from tinyloop_serve.native.errors import refusal
+from tinyloop_serve.native.tensors import BF16, Tensor, float32
 
 Progress = Callable[[int, int], object]  # (tensors done, tensors in all)
 
@@ -17,9 +18,9 @@ DTYPES: dict[str, Callable[[npt.NDArray[np.float32]], Tensor]] = {
 BLOCK_ELEMENTS = 1 << 22  # converted at a time, so that an embedding needs no fp32 copy of itself
 
 
-def check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise refusal("dtype", dtype, " | ".join(DTYPES))
+def check_weights(weights: str) -> None:
+    if weights not in DTYPES:
+        raise refusal("weights", weights, " | ".join(DTYPES))
 
 
 def to_dtype(name: str, tensor: Tensor, dtype: str) -> Tensor:
@@ -43,11 +44,6 @@ def to_dtype(name: str, tensor: Tensor, dtype: str) -> Tensor:
     return BF16(joined) if dtype == "bf16" else joined
 
 
-def float32(tensor: Tensor) -> npt.NDArray[np.float32]:
-    """The same numbers as fp32: exact from every type that an artifact or a checkpoint may have."""
-    return tensor.float32() if isinstance(tensor, BF16) else np.asarray(tensor, dtype=np.float32)
-
-
 def _rows(tensor: Tensor, first: int, last: int) -> Tensor:
     return BF16(tensor.bits[first:last]) if isinstance(tensor, BF16) else tensor[first:last]
 
@@ -56,5 +52,5 @@ def _converted(name: str, values: npt.NDArray[np.float32], dtype: str) -> Tensor
     if dtype == "fp16":
         largest = float(np.abs(values).max(initial=0.0))
         if largest > float(np.finfo(np.float16).max):
-            raise refusal(name, largest, "numbers up to 65504 in fp16: use dtype bf16 or fp32")
+            raise refusal(name, largest, "numbers up to 65504 in fp16: use weights bf16 or fp32")
     return DTYPES[dtype](values)

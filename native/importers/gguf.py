@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyloop_serve.native import artifact
-from tinyloop_serve.native.artifact import Tensor, refusal
-from tinyloop_serve.native.errors import TinyLoopError
+from tinyloop_serve.native.errors import TinyLoopError, refusal
 from tinyloop_serve.native.importers import byte_bpe
-from tinyloop_serve.native.importers.dtypes import Progress, check_dtype, to_dtype
+from tinyloop_serve.native.importers.dtypes import Progress, check_weights, to_dtype
+from tinyloop_serve.native.tensors import Tensor
 
 MODEL_TENSORS = {"token_embd.weight": "embed.weight", "output_norm.weight": "final_norm.weight"}
 OPTIONAL_TENSORS = {"output.weight": "head.weight"}
@@ -48,15 +48,18 @@ END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_o
 def convert_gguf(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    dtype: str = "fp16",
+    weights: str = "fp16",
     progress: Progress = lambda done, total: None,
+    *,
+    layout: str = "panels",
 ) -> dict[str, object]:
     """Write the GGUF file `source` as the artifact `target` and return the artifact's config.
 
-    `dtype` ("fp16", "bf16" or "fp32") is that of the matrices; vectors (norms, biases) stay fp32. Raises
-    ArtifactError naming the GGUF key or tensor that is not supported; nothing is written then.
+    `weights` ("fp16", "bf16" or "fp32") is the type of the matrices; vectors (norms, biases) stay fp32.
+    `layout` is that of `artifact.write`. Raises ArtifactError naming the GGUF key or tensor that is not
+    supported; nothing is written then.
     """
-    check_dtype(dtype)
+    check_weights(weights)
     reader = _open(source)
     keys = Keys(reader.fields)
     stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -66,10 +69,18 @@ def convert_gguf(
     tensors: dict[str, Tensor] = {}
     for done, (gguf_name, name) in enumerate(names.items()):
         progress(done, len(names))
-        tensors[name] = _tensor(name, stored[gguf_name], config, dtype)
+        tensors[name] = _tensor(name, stored[gguf_name], config, weights)
     progress(len(names), len(names))
-    card = _card(source, keys, stored, dtype)
-    artifact.write(target, config, tensors, tokenizer=tokenizer, chat_template=chat_template, card=card)
+    card = _card(source, keys, stored, weights)
+    artifact.write(
+        target,
+        config,
+        tensors,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        card=card,
+        layout=layout,
+    )
     return config
 
 
@@ -223,8 +234,8 @@ def _tensor_names(stored: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
     return {name: names[name] for name in stored}
 
 
-def _tensor(name: str, tensor: Any, config: Mapping[str, Any], dtype: str) -> Tensor:
-    """The tensor dequantised, wq and wk (and biases) in the checkpoint's row order, in the asked dtype."""
+def _tensor(name: str, tensor: Any, config: Mapping[str, Any], weights: str) -> Tensor:
+    """The tensor dequantised, wq and wk (and biases) in the checkpoint's row order, in the asked type."""
     try:
         numbers = importlib.import_module("gguf").dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
@@ -236,7 +247,7 @@ def _tensor(name: str, tensor: Any, config: Mapping[str, Any], dtype: str) -> Te
     part = name.rsplit(".", 2)[-2] if name.endswith(".weight") else name.rsplit(".", 1)[-1]
     if part in ("wq", "q_bias", "wk", "k_bias"):
         values = _half_split(values, config["head_dim"], tensor.name)
-    return to_dtype(tensor.name, values, dtype)
+    return to_dtype(tensor.name, values, weights)
 
 
 def _half_split(rows: npt.NDArray[np.float32], head_dim: int, name: str) -> npt.NDArray[np.float32]:
@@ -248,7 +259,7 @@ def _half_split(rows: npt.NDArray[np.float32], head_dim: int, name: str) -> npt.
 
 
 def _card(
-    source: str | os.PathLike[str], keys: Keys, stored: Mapping[str, Any], dtype: str
+    source: str | os.PathLike[str], keys: Keys, stored: Mapping[str, Any], weights: str
 ) -> dict[str, object]:
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -259,7 +270,7 @@ def _card(
         "source": Path(source).name,
         "source_sha256": digest,
         "source_types": dict(Counter(tensor.tensor_type.name for tensor in stored.values())),
-        "matrices": dtype,
+        "matrices": weights,
     }
 
 

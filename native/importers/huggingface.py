@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from tinyloop_serve.native import artifact
-from tinyloop_serve.native.artifact import BF16, Tensor, refusal
+from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.importers import huginn, llama, nanbeige, ouro
 from tinyloop_serve.native.importers.beta import measure_beta as measured_beta
-from tinyloop_serve.native.importers.dtypes import Progress, check_dtype, to_dtype
+from tinyloop_serve.native.importers.dtypes import Progress, check_weights, to_dtype
 from tinyloop_serve.native.importers.plan import ConfigKeys, Family, Part, Plan
 from tinyloop_serve.native.importers.shards import Stored, open_shards, read_json
 from tinyloop_serve.native.importers.text import read_text
+from tinyloop_serve.native.tensors import BF16, Tensor
 
 FAMILIES: dict[str, Family] = llama.FAMILIES | ouro.FAMILIES | huginn.FAMILIES | nanbeige.FAMILIES
 
@@ -30,19 +31,21 @@ FAMILIES: dict[str, Family] = llama.FAMILIES | ouro.FAMILIES | huginn.FAMILIES |
 def convert_huggingface(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    dtype: str = "fp16",
+    weights: str = "fp16",
     progress: Progress = lambda done, total: None,
     *,
+    layout: str = "panels",
     max_loops: int | None = None,
     measure_beta: bool = True,
 ) -> dict[str, object]:
     """Write the model in the folder `source` as the artifact `target` and return the artifact's config.
 
-    `dtype` ("fp16", "bf16" or "fp32") is that of the matrices; vectors stay fp32. `max_loops` is the most
-    that a request may ask for; None: twice the trained loops of a looped model. Raises ArtifactError naming
-    the key of config.json, the tensor or the file that is not supported; nothing is written then.
+    `weights` ("fp16", "bf16" or "fp32") is the type of the matrices; vectors stay fp32. `layout` is that of
+    `artifact.write`. `max_loops` is the most that a request may ask for; None: twice the trained loops of a
+    looped model. Raises ArtifactError naming the key of config.json, the tensor or the file that is not
+    supported; nothing is written then.
     """
-    check_dtype(dtype)
+    check_weights(weights)
     folder = Path(source)
     tree = read_json(folder / "config.json")
     family = _family(tree)
@@ -52,12 +55,18 @@ def convert_huggingface(
     loops = plan.config["loops"]
     most = max_loops if max_loops is not None else 2 * loops if loops > 1 else 1
     config = artifact.complete_config(plan.config | text.special | {"max_loops": most})
-    tensors = _tensors(plan, stored, config, dtype, progress)
+    tensors = _tensors(plan, stored, config, weights, progress)
     if measure_beta:
         config["beta"] = measured_beta(config, tensors, text.tokenizer)
-    card = _card(folder, tree, plan, stored, dtype)
+    card = _card(folder, tree, plan, stored, weights)
     artifact.write(
-        target, config, tensors, tokenizer=text.tokenizer, chat_template=text.chat_template, card=card
+        target,
+        config,
+        tensors,
+        tokenizer=text.tokenizer,
+        chat_template=text.chat_template,
+        card=card,
+        layout=layout,
     )
     return config
 
@@ -83,13 +92,13 @@ def _plan(family: Family, tree: Mapping[str, Any], stored: Mapping[str, Stored])
 
 
 def _tensors(
-    plan: Plan, stored: Mapping[str, Stored], config: Mapping[str, object], dtype: str, progress: Progress
+    plan: Plan, stored: Mapping[str, Stored], config: Mapping[str, object], weights: str, progress: Progress
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for done, (name, shape) in enumerate(artifact.expected_tensors(config).items()):
         progress(done, len(plan.parts))
         part = plan.parts[name]
-        tensors[name] = to_dtype(part.tensor, _read(part, stored[part.tensor], shape), dtype)
+        tensors[name] = to_dtype(part.tensor, _read(part, stored[part.tensor], shape), weights)
     progress(len(plan.parts), len(plan.parts))
     return tensors
 
@@ -102,7 +111,7 @@ def _read(part: Part, stored: Stored, shape: tuple[int, ...]) -> Tensor:
 
 
 def _card(
-    folder: Path, tree: Mapping[str, Any], plan: Plan, stored: Mapping[str, Stored], dtype: str
+    folder: Path, tree: Mapping[str, Any], plan: Plan, stored: Mapping[str, Stored], weights: str
 ) -> dict[str, object]:
     files = sorted({tensor.file for tensor in stored.values()} | {folder / "config.json"})
     return {
@@ -111,7 +120,7 @@ def _card(
         "model_type": tree["model_type"],
         "source_sha256": {file.name: _sha256(file) for file in files},
         "source_types": dict(Counter(tensor.dtype for tensor in stored.values())),
-        "matrices": dtype,
+        "matrices": weights,
         "notes": list(plan.notes),
     }
 

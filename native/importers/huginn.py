@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tinyloop_serve.native.artifact import complete_config, expected_tensors, refusal
-from tinyloop_serve.native.importers.dtypes import float32
+from tinyloop_serve.native.artifact import complete_config, expected_tensors
+from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.importers.llama import tied_copy
 from tinyloop_serve.native.importers.plan import ConfigKeys, Family, Part, Plan
 from tinyloop_serve.native.importers.shards import Stored
+from tinyloop_serve.native.tensors import float32
 
 STACKS = {"prelude": "prelude", "core": "core_block", "coda": "coda"}
 EMBED, HEAD, ROTATIONS = "transformer.wte.weight", "lm_head.weight", "freqs_cis"

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tinyloop_serve.native.artifact import BF16, complete_config, expected_tensors, refusal
+from tinyloop_serve.native.artifact import complete_config, expected_tensors
+from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.importers.plan import ConfigKeys, Family, Part, Plan
 from tinyloop_serve.native.importers.shards import Stored
+from tinyloop_serve.native.tensors import BF16
 
 MODEL_NAMES = {
     "embed.weight": "model.embed_tokens.weight",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tinyloop_serve.native.artifact import refusal
+from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.importers.shards import Stored
 
 # Keys of config.json that no family's forward pass reads: how it was trained, stored, sampled or wrapped.

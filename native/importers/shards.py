@@ -1,4 +1,4 @@
-"""Reads the tensors of a Hugging Face folder: `model.safetensors`, or the shards that its index names.
+"""Reads safetensors: a file, or a Hugging Face folder's `model.safetensors` or the shards of its index.
 
 Own code rather than a package, because bf16 must arrive bit for bit (numpy has no such type) and because a
 checkpoint comes from strangers: every length is checked against the file before a byte is mapped. Knows
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinyloop_serve.native.artifact import BF16, Tensor, refusal
+from tinyloop_serve.native.artifact_file import METADATA, read_header
+from tinyloop_serve.native.errors import refusal
+from tinyloop_serve.native.tensors import BF16, Tensor
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -45,7 +46,26 @@ def open_shards(folder: Path) -> dict[str, Stored]:
             path.name for path in folder.glob("*.safetensors")
         )
         raise refusal(SINGLE, ", ".join(others) or None, f"a folder with {SINGLE} or {INDEX}")
-    return _open_file(folder / SINGLE)
+    return open_file(folder / SINGLE)
+
+
+def open_file(path: Path) -> dict[str, Stored]:
+    """All tensors of one file by name. Raises ArtifactError naming the file or the tensor."""
+    header, start = read_header(path)
+    size = path.stat().st_size
+    return {
+        name: _stored(path, name, entry, start, size - start)
+        for name, entry in header.items()
+        if name != METADATA
+    }
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The strings that a file carries beside its tensors."""
+    metadata = read_header(path)[0].get(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise refusal(METADATA, type(metadata).__name__, "an object of strings")
+    return metadata
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -67,7 +87,7 @@ def _open_index(folder: Path) -> dict[str, Stored]:
     for shard in sorted(set(where.values())):
         if shard != os.path.basename(shard) or not (folder / shard).is_file():
             raise refusal(INDEX, shard, "the names of files beside it")
-        for name, stored in _open_file(folder / shard).items():
+        for name, stored in open_file(folder / shard).items():
             if where.get(name) != shard:
                 raise refusal(name, shard, f"the file that {INDEX} gives: {where.get(name)}")
             found[name] = stored
@@ -75,27 +95,6 @@ def _open_index(folder: Path) -> dict[str, Stored]:
         if name not in found:
             raise refusal(name, None, f"in {shard}, as {INDEX} says")
     return found
-
-
-def _open_file(path: Path) -> dict[str, Stored]:
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise refusal(path.name, f"{size} bytes, header of {length}", "a complete safetensors file")
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise refusal(path.name, str(error), "a safetensors file with a JSON header") from None
-    if not isinstance(header, dict):
-        raise refusal(path.name, type(header).__name__, "a safetensors header that is an object")
-    start = 8 + length
-    return {
-        name: _stored(path, name, entry, start, size - start)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
 
 
 def _stored(path: Path, name: str, entry: Any, start: int, data_bytes: int) -> Stored:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from tinyloop_serve.native.artifact import refusal
+from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.importers.gguf import END_TEXTS
 from tinyloop_serve.native.importers.shards import read_json
 

@@ -171,39 +171,52 @@ ModelConfig parse_config(std::string_view text) {
     return c;
 }
 
-std::vector<std::pair<std::string, std::vector<int64_t>>> expected_tensors(const ModelConfig& c) {
-    std::vector<std::pair<std::string, std::vector<int64_t>>> out;
+std::vector<ExpectedTensor> expected_tensors(const ModelConfig& c) {
+    std::vector<ExpectedTensor> out;
     const int64_t d = c.d_model, q = int64_t(c.n_heads) * c.head_dim, kv = int64_t(c.n_kv_heads) * c.head_dim,
                   f = c.d_ffn;
-    out.push_back({"embed.weight", {c.vocab_size, d}});
-    if (!c.tied_head) out.push_back({"head.weight", {c.vocab_size, d}});
-    if (c.final_norm) out.push_back({"final_norm.weight", {d}});
-    if (c.loop_norm) out.push_back({"loop_norm.weight", {d}});
-    if (c.core_norm) out.push_back({"core_norm.weight", {d}});
-    if (c.injection == TL_INJECT_CONCAT) out.push_back({"inject.weight", {d, 2 * d}});
-    if (c.exit_gate) out.push_back({"exit_gate.weight", {1, d}});
-    if (c.exit_gate) out.push_back({"exit_gate.bias", {1}});
+    const int hd = c.head_dim;
+    auto vector = [&](const std::string& name, int64_t size) { out.push_back({name, {size}, {}}); };
+    auto matrix = [&](const std::string& name, int64_t outputs, int64_t inputs, int output_heads = 0,
+                      int input_heads = 0) {
+        auto padded = [](int64_t size, int head) {  // nothing follows the last head's own elements
+            return head ? (size / head - 1) * ((head + 15) / 16 * 16) + head : size;
+        };
+        out.push_back({name,
+                       {outputs, inputs},
+                       {(padded(outputs, output_heads) + 15) / 16, padded(inputs, input_heads), 16},
+                       output_heads,
+                       input_heads});
+    };
+    matrix("embed.weight", c.vocab_size, d);
+    if (!c.tied_head) matrix("head.weight", c.vocab_size, d);
+    if (c.final_norm) vector("final_norm.weight", d);
+    if (c.loop_norm) vector("loop_norm.weight", d);
+    if (c.core_norm) vector("core_norm.weight", d);
+    if (c.injection == TL_INJECT_CONCAT) matrix("inject.weight", d, 2 * d);
+    if (c.exit_gate) out.push_back({"exit_gate.weight", {1, d}, {}});
+    if (c.exit_gate) vector("exit_gate.bias", 1);
     const bool before = c.norm != TL_NORM_POST, after = c.norm != TL_NORM_PRE;
     const std::pair<const char*, int> parts[] = {{"prelude", c.n_prelude}, {"core", c.n_core}, {"coda", c.n_coda}};
     for (auto [part, count] : parts)
         for (int i = 0; i < count; ++i) {
             const std::string p = std::string(part) + "." + std::to_string(i) + ".";
-            if (before) out.push_back({p + "attn_norm.weight", {d}});
-            if (after) out.push_back({p + "attn_post_norm.weight", {d}});
-            if (before) out.push_back({p + "ffn_norm.weight", {d}});
-            if (after) out.push_back({p + "ffn_post_norm.weight", {d}});
-            out.push_back({p + "wq.weight", {q, d}});
-            out.push_back({p + "wk.weight", {kv, d}});
-            out.push_back({p + "wv.weight", {kv, d}});
-            out.push_back({p + "wo.weight", {d, q}});
-            if (c.qk_bias) out.push_back({p + "q_bias", {q}});
-            if (c.qk_bias) out.push_back({p + "k_bias", {kv}});
-            if (c.v_bias) out.push_back({p + "v_bias", {kv}});
-            if (c.qk_norm) out.push_back({p + "q_norm.weight", {c.head_dim}});
-            if (c.qk_norm) out.push_back({p + "k_norm.weight", {c.head_dim}});
-            out.push_back({p + "w_gate.weight", {f, d}});
-            out.push_back({p + "w_up.weight", {f, d}});
-            out.push_back({p + "w_down.weight", {d, f}});
+            if (before) vector(p + "attn_norm.weight", d);
+            if (after) vector(p + "attn_post_norm.weight", d);
+            if (before) vector(p + "ffn_norm.weight", d);
+            if (after) vector(p + "ffn_post_norm.weight", d);
+            matrix(p + "wq.weight", q, d, hd);
+            matrix(p + "wk.weight", kv, d, hd);
+            matrix(p + "wv.weight", kv, d, hd);
+            matrix(p + "wo.weight", d, q, 0, hd);
+            if (c.qk_bias) vector(p + "q_bias", q);
+            if (c.qk_bias) vector(p + "k_bias", kv);
+            if (c.v_bias) vector(p + "v_bias", kv);
+            if (c.qk_norm) vector(p + "q_norm.weight", hd);
+            if (c.qk_norm) vector(p + "k_norm.weight", hd);
+            matrix(p + "w_gate.weight", f, d);
+            matrix(p + "w_up.weight", f, d);
+            matrix(p + "w_down.weight", d, f);
         }
     return out;
 }

@@ -144,6 +144,7 @@ Model::Model(const std::string& path, const LoadOptions& options)
     const Artifact file(path);
     info_ = file.info();
     options_ = resolve(options, info_.config);
+    weights_in_place_ = file.panel_memory();
     handle_ = create(backend_, file, options_);
 }
 

@@ -69,6 +69,7 @@ class Model {
     ArtifactInfo info_;
     LoadOptions options_;
     const tl_backend& backend_;
+    std::shared_ptr<const MappedFile> weights_in_place_;  // outlives handle_; null when the backend copied all
     std::unique_ptr<tl_model, void (*)(tl_model*)> handle_;
     std::atomic<bool> busy_{false};
 };

@@ -9,8 +9,10 @@
 
 int main() {
     if (!std::freopen("/dev/null", "w", stderr)) return 1;  // refusals write a line each
-    const std::string model = tiny::bytes();
-    fuzz::artifact(reinterpret_cast<const uint8_t*>(model.data()), model.size());
+    for (const tiny::Layout layout : {tiny::Layout::rows, tiny::Layout::panels}) {
+        const std::string model = tiny::bytes(tiny::config_json(), layout);
+        fuzz::artifact(reinterpret_cast<const uint8_t*>(model.data()), model.size());
+    }
     for (const char* target : {"artifact", "calls"})
         for (const auto& entry : std::filesystem::directory_iterator(std::string(TINYLOOP_CORPUS) + "/" + target)) {
             std::ifstream file(entry.path(), std::ios::binary);

@@ -39,6 +39,21 @@ void test_axes(const std::string& path) {
             }
 }
 
+// A model in panels is the same model in rows; the engine computes in the file's own pages, also when it is gone.
+void test_layouts(const std::string& config) {
+    const File rows(bytes(config)), panels(bytes(config, Layout::panels));
+    const std::vector<int32_t> prompt = prompt_of(20, 3);
+    Model* copied = load_model(rows.path(), options_of(1, 16));
+    Model* in_place = load_model(panels.path(), options_of(2, 16));
+    CHECK(::unlink(panels.path().c_str()) == 0);
+    CHECK(artifact(copied).parameters == artifact(in_place).parameters);
+    const std::vector<float> one = logits(copied, prompt.data(), prompt.size(), 4);
+    const std::vector<float> other = logits(in_place, prompt.data(), prompt.size(), 4);
+    CHECK(std::memcmp(one.data(), other.data(), one.size() * 4) == 0);
+    free_model(copied);
+    free_model(in_place);
+}
+
 // A lane's tokens do not depend on the batch, the order of lanes, or how the others stop.
 void test_batch(const std::string& path) {
     Model* model = load_model(path, options_of(2, 16));
@@ -229,12 +244,14 @@ int main() {
     test_contracts(file.path());
     test_stops(file.path());
     test_sampling();
+    test_layouts(config_json());
     for (const char* change : {"norm\":\"pre", "norm\":\"post", "norm\":\"pre_post"}) {
         std::string config = config_json();
         config.replace(config.find("norm\":\"sandwich"), 15, change);
         const File other(bytes(config));
         test_axes(other.path());
         test_batch(other.path());
+        test_layouts(config);
     }
     return finish();
 }

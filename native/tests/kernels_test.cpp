@@ -97,13 +97,13 @@ void test_product() {
                 std::vector<float> scratch(kPanel * (rows + 256));
                 for (const Kernels* k : levels()) {
                     std::vector<float> c(expected.size());
-                    k->product(w, a.data(), lda, rows, c.data(), ldc, nullptr, Put::store, 0, 4, scratch.data());
-                    k->product(w, a.data(), lda, rows, c.data(), ldc, nullptr, Put::store, 4, panels, scratch.data());
+                    k->product(w, {a.data(), lda}, rows, c.data(), ldc, nullptr, Put::store, 0, 4, scratch.data());
+                    k->product(w, {a.data(), lda}, rows, c.data(), ldc, nullptr, Put::store, 4, panels, scratch.data());
                     CHECK(same(c, expected));
                     std::vector<int32_t> reversed(rows);
                     for (int m = 0; m < rows; ++m) reversed[m] = rows - 1 - m;
                     std::vector<float> added(expected.size(), 1.0f), wanted(expected.size());
-                    k->product(w, a.data(), lda, rows, added.data(), ldc, reversed.data(), Put::add, 0, panels,
+                    k->product(w, {a.data(), lda}, rows, added.data(), ldc, reversed.data(), Put::add, 0, panels,
                                scratch.data());
                     for (int m = 0; m < rows; ++m)
                         for (int n = 0; n < ldc; ++n)
@@ -115,9 +115,9 @@ void test_product() {
                     const size_t size = dtype == TL_F32 ? 4 : dtype == kInt8 ? 1 : 2;
                     const char* rest = static_cast<const char*>(data) + static_cast<size_t>(head) * kPanel * size;
                     std::vector<float> in_two(expected.size());
-                    k->product({data, dtype, head, w.panel_elements}, a.data(), lda, rows, in_two.data(), ldc, nullptr,
-                               Put::store, 0, panels, scratch.data());
-                    k->product({rest, dtype, inputs - head, w.panel_elements}, a.data() + head, lda, rows,
+                    k->product({data, dtype, head, w.panel_elements}, {a.data(), lda}, rows, in_two.data(), ldc,
+                               nullptr, Put::store, 0, panels, scratch.data());
+                    k->product({rest, dtype, inputs - head, w.panel_elements}, {a.data() + head, lda}, rows,
                                in_two.data(), ldc, nullptr, Put::go_on, 0, panels, scratch.data());
                     CHECK(same(in_two, expected));
                 }

@@ -29,32 +29,57 @@ inline std::string quoted(const std::string& text) {
     return out + "\"";
 }
 
-// The whole file as bytes: F32 weights around zero, norms around one.
-inline std::string bytes(const std::string& config = config_json(), unsigned seed = 1) {
+enum class Layout { rows, panels };
+
+// A tensor's bytes: in rows, or as panels of 16 outputs with every head padded to a multiple of 16.
+inline std::string laid_out(const std::vector<float>& values, const tinyloop::ExpectedTensor& tensor, Layout layout) {
+    if (layout == Layout::rows || tensor.panels.empty())
+        return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
+    auto place = [](size_t i, int head) {
+        const size_t h = static_cast<size_t>(head);
+        return head ? i / h * ((h + 15) / 16 * 16) + i % h : i;
+    };
+    const size_t columns = static_cast<size_t>(tensor.shape[1]), inputs = static_cast<size_t>(tensor.panels[1]);
+    std::vector<float> out(static_cast<size_t>(tensor.panels[0]) * inputs * 16);
+    for (size_t i = 0; i < values.size(); ++i) {
+        const size_t output = place(i / columns, tensor.output_heads), input = place(i % columns, tensor.input_heads);
+        out[(output / 16 * inputs + input) * 16 + output % 16] = values[i];
+    }
+    return {reinterpret_cast<const char*>(out.data()), out.size() * sizeof(float)};
+}
+
+// The whole file as bytes: F32 weights around zero, norms around one, the same numbers in both layouts. In panels the
+// vectors come last, so that every matrix is aligned.
+inline std::string bytes(const std::string& config = config_json(), Layout layout = Layout::rows, unsigned seed = 1) {
     std::mt19937 random(seed);
-    std::string header =
-                    "{\"__metadata__\":{\"format\":\"tinyloop\",\"format_version\":\"1\",\"config\":" + quoted(config) +
-                    "}",
-                data;
-    for (const auto& [name, shape] : tinyloop::expected_tensors(tinyloop::parse_config(config))) {
-        size_t count = 1;
+    std::string entries, data;
+    auto append = [&](const tinyloop::ExpectedTensor& tensor, const std::string& content) {
+        const bool panels = layout == Layout::panels && !tensor.panels.empty();
         std::string dims;
-        for (int64_t size : shape) {
-            count *= static_cast<size_t>(size);
-            if (!dims.empty()) dims += ',';
-            dims += std::to_string(size);
-        }
-        const size_t begin = data.size();
+        for (int64_t size : panels ? tensor.panels : tensor.shape)
+            dims += (dims.empty() ? "" : ",") + std::to_string(size);
+        entries += ",\"" + tensor.name + "\":{\"dtype\":\"F32\",\"shape\":[" + dims + "],\"data_offsets\":[" +
+                   std::to_string(data.size()) + "," + std::to_string(data.size() + content.size()) + "]}";
+        data += content;
+    };
+    std::vector<std::pair<tinyloop::ExpectedTensor, std::string>> last;
+    for (const tinyloop::ExpectedTensor& tensor : tinyloop::expected_tensors(tinyloop::parse_config(config))) {
+        size_t count = 1;
+        for (int64_t size : tensor.shape) count *= static_cast<size_t>(size);
+        std::vector<float> values;
         for (size_t i = 0; i < count; ++i) {
             const float uniform = static_cast<float>(random()) / 4294967296.0f - 0.5f;
-            const float value = shape.size() == 1 ? 1.0f + 0.2f * uniform : 0.6f * uniform;
-            data.append(reinterpret_cast<const char*>(&value), sizeof value);
+            values.push_back(tensor.shape.size() == 1 ? 1.0f + 0.2f * uniform : 0.6f * uniform);
         }
-        header += ",\"";
-        header += name + "\":{\"dtype\":\"F32\",\"shape\":[" + dims + "],\"data_offsets\":[" + std::to_string(begin) +
-                  "," + std::to_string(data.size()) + "]}";
+        if (layout == Layout::panels && tensor.panels.empty())
+            last.emplace_back(tensor, laid_out(values, tensor, layout));
+        else
+            append(tensor, laid_out(values, tensor, layout));
     }
-    header += "}";
+    for (const auto& [tensor, content] : last) append(tensor, content);
+    std::string header =
+        "{\"__metadata__\":{\"format\":\"tinyloop\",\"format_version\":\"1\",\"config\":" + quoted(config) +
+        (layout == Layout::panels ? ",\"data_sha256\":\"" + std::string(64, 'a') + "\"" : "") + "}" + entries + "}";
     while ((header.size() + 8) % 64) header += ' ';
     std::string out;
     for (int i = 0; i < 8; ++i) out += static_cast<char>(header.size() >> (8 * i));

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tinyloop_serve.native import Model, artifact, demo_model_path
+from tinyloop_serve.native.tensors import Tensor
 
 MODES = ("fp16", "int8", "h_fp16", "h_int8", "int4")
 TEXT = (
@@ -42,7 +43,7 @@ def random_model(folder: Path) -> Path:
         "bos_id": None, "eos_ids": [], "beta": None,
     }  # fmt: skip
     rng = np.random.default_rng(0)
-    tensors: dict[str, artifact.Tensor] = {
+    tensors: dict[str, Tensor] = {
         name: (np.ones(shape) if len(shape) == 1 else rng.normal(0, shape[-1] ** -0.5, shape)).astype(
             np.float16
         )

@@ -36,6 +36,7 @@ from tinyloop_serve.native import (
     calibrate_speculation,
     demo_model_path,
 )
+from tinyloop_serve.native.tensors import Tensor
 
 TEXTS = (
     "The definition of river (noun) is:",
@@ -175,7 +176,7 @@ def random_407m(folder: Path) -> Path:
         "tied_head": True, "bos_id": None, "eos_ids": [], "beta": None,
     }  # fmt: skip
     rng = np.random.default_rng(0)
-    tensors: dict[str, artifact.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shape in artifact.expected_tensors(config).items():
         if len(shape) == 1:
             tensors[name] = np.ones(shape, np.float16)

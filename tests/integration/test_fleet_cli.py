@@ -154,6 +154,7 @@ def test_inspect_describes_the_artifact(shared_fleet: Any, reference: Any) -> No
     found = json.loads(shared_fleet.run("inspect", "--json", path).stdout)
     assert found["config"] == reference.model.config
     assert found["parameters"] == reference.model.parameters
+    assert found["weights"] == "fp16" and "weights        fp16" in shown.stdout
     missing = shared_fleet.run("inspect", "/nowhere.tinyloop")
     assert missing.returncode == 78 and "/nowhere.tinyloop" in missing.stderr
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinyloop_serve.native.artifact import BF16, Tensor, complete_config, expected_tensors
+from tinyloop_serve.native.artifact import complete_config, expected_tensors
+from tinyloop_serve.native.tensors import BF16, Tensor
 
 Array = npt.NDArray[np.float64]
 

@@ -1,5 +1,6 @@
 """What we write is a safetensors file to others, and nothing invalid is written."""
 
+import hashlib
 import json
 import math
 import os
@@ -14,9 +15,9 @@ import safetensors
 
 from tests.native import models, reference
 from tinyloop_serve import native
-from tinyloop_serve.native import artifact
-from tinyloop_serve.native.artifact import BF16
-from tinyloop_serve.native.errors import ArtifactError, TinyLoopError
+from tinyloop_serve.native import artifact, artifact_file
+from tinyloop_serve.native.errors import ArtifactError, TinyLoopError, refusal
+from tinyloop_serve.native.tensors import BF16, Tensor
 
 
 def _write(path: Path, config: dict[str, Any] | None = None, **tensors: Any) -> None:
@@ -24,7 +25,12 @@ def _write(path: Path, config: dict[str, Any] | None = None, **tensors: Any) -> 
     artifact.write(path, config, reference.random_model(config, seed=1) | tensors)
 
 
-def _little_endian_bytes(tensor: artifact.Tensor) -> bytes:
+def _read_by_others(path: Path) -> dict[str, Any]:
+    deserialize: Any = safetensors.deserialize
+    return dict(deserialize(path.read_bytes()))
+
+
+def _little_endian_bytes(tensor: Tensor) -> bytes:
     return (tensor.bits if isinstance(tensor, BF16) else tensor).tobytes()
 
 
@@ -34,11 +40,10 @@ def test_the_official_reader_gets_the_same_bits(tmp_path: Path, name: str, dtype
     path = tmp_path / "model.tinyloop"
     config = models.FAMILY[name]
     tensors = reference.random_model(config, seed=3, dtype=dtype)
-    artifact.write(path, config, tensors, tokenizer='{"model":{"vocab":{"é":60}}}', card={"data": "none"})
+    tokenizer = '{"model":{"vocab":{"é":60}}}'
+    artifact.write(path, config, tensors, tokenizer=tokenizer, card={"data": "none"}, layout="plain")
 
-    deserialize: Any = safetensors.deserialize
-    read = dict(deserialize(path.read_bytes()))
-
+    read = _read_by_others(path)
     assert read.keys() == tensors.keys()
     for tensor_name, tensor in tensors.items():
         kind = "BF16" if isinstance(tensor, BF16) else {2: "F16", 4: "F32"}[tensor.dtype.itemsize]
@@ -51,13 +56,63 @@ def test_the_official_reader_gets_the_same_bits(tmp_path: Path, name: str, dtype
     assert json.loads(metadata["config"]) == artifact.complete_config(config)
     assert json.loads(metadata["tokenizer"])["model"]["vocab"] == {"é": 60}
     assert json.loads(metadata["card"]) == {"data": "none"}
-    assert "chat_template" not in metadata
+    data = path.read_bytes()[8 + int.from_bytes(path.read_bytes()[:8], "little") :]
+    assert metadata["data_sha256"] == hashlib.sha256(data).hexdigest()
 
 
-def test_layout_is_aligned_without_holes_and_wide_elements_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", models.FAMILY)
+def test_panels_have_every_element_in_its_place_and_zeros_elsewhere(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    config = models.FAMILY[name]
+    tensors = reference.random_model(config, seed=3, dtype=dtype)
+    artifact.write(tmp_path / "t", config, tensors)
+    head, padded = config["head_dim"], -(-config["head_dim"] // 16) * 16
+    for tensor_name, entry in _read_by_others(tmp_path / "t").items():
+        tensor = tensors[tensor_name]
+        rows = tensor.bits if isinstance(tensor, BF16) else tensor
+        found = np.frombuffer(entry["data"], rows.dtype).reshape(entry["shape"]).copy()
+        assert (found.ndim == 3) == (rows.ndim == 2)
+        if rows.ndim < 2:
+            assert np.array_equal(found, rows)
+            continue
+        part = tensor_name.split(".")[-2]
+        for out, inp in np.ndindex(*rows.shape):
+            o = out // head * padded + out % head if part in ("wq", "wk", "wv") else out
+            i = inp // head * padded + inp % head if part == "wo" else inp
+            assert found[o // 16, i, o % 16] == rows[out, inp]
+            found[o // 16, i, o % 16] = 0
+        assert not found.any()
+
+
+def test_what_has_no_aligned_panels_stays_in_rows(tmp_path: Path) -> None:
+    config = models.config(d_model=25, n_heads=1, n_kv_heads=1)
+    artifact.write(tmp_path / "odd", config, reference.random_model(config, seed=1, dtype="fp16"))
+    shapes = {name: entry["shape"] for name, entry in _read_by_others(tmp_path / "odd").items()}
+    assert shapes["embed.weight"] == [61, 25] and shapes["core.0.w_down.weight"] == [2, 40, 16]
+
+    config = models.config()
+    tensors = reference.random_model(config, seed=1, dtype="fp16")
+    tensors["core.0.wk.weight"] = reference.random_model(config, seed=1)["core.0.wk.weight"]
+    artifact.write(tmp_path / "mixed", config, tensors)
+    shapes = {name: entry["shape"] for name, entry in _read_by_others(tmp_path / "mixed").items()}
+    assert [len(shapes[f"core.0.{part}.weight"]) for part in ("wq", "wk", "wv", "wo")] == [2, 2, 2, 3]
+    for name in ("odd", "mixed"):
+        native.Model(tmp_path / name).close()
+
+
+def test_metadata_that_is_not_given_is_not_there(tmp_path: Path) -> None:
+    _write(tmp_path / "t")
+    with safetensors.safe_open(tmp_path / "t", "numpy") as file:
+        assert file.metadata().keys() == {"format", "format_version", "config", "data_sha256"}
+
+
+@pytest.mark.parametrize("layout", artifact.LAYOUTS)
+def test_the_file_is_aligned_and_without_holes(tmp_path: Path, layout: str) -> None:
     path = tmp_path / "model.tinyloop"
-    config = models.config(d_model=5, vocab_size=7, d_ffn=3)  # odd sizes
-    artifact.write(path, config, reference.random_model(config, seed=1, dtype="mixed"))
+    config = models.config(d_model=5, vocab_size=7, d_ffn=6)  # odd sizes
+    artifact.write(path, config, reference.random_model(config, seed=1, dtype="mixed"), layout=layout)
 
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -65,14 +120,16 @@ def test_layout_is_aligned_without_holes_and_wide_elements_first(tmp_path: Path)
     entries = [header[name] for name in header if name != "__metadata__"]
 
     assert (8 + length) % 64 == 0
-    offset, widths = 0, []
+    offset, order = 0, []
     for entry in entries:
         width = {"F16": 2, "F32": 4}[entry["dtype"]]
-        assert entry["data_offsets"][0] == offset and offset % width == 0
+        panels = len(entry["shape"]) == 3
+        assert entry["data_offsets"][0] == offset and offset % (64 if panels else width) == 0
         offset = entry["data_offsets"][1]
-        widths.append(width)
+        order.append((panels, 0 if panels else width))
     assert 8 + length + offset == len(data)
-    assert widths == sorted(widths, reverse=True) and set(widths) == {2, 4}
+    assert order == sorted(order, reverse=True) and {(False, 2), (False, 4)} <= set(order)
+    assert ((True, 0) in order) == (layout == "panels")
 
 
 def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
@@ -201,6 +258,7 @@ def test_a_missing_tensor_is_refused_by_name(tmp_path: Path) -> None:
         ("chat_template", 7),
         ("card", {"loss": float("nan")}),
         ("card", {"data": object()}),
+        ("layout", "columns"),
     ],
 )
 def test_bad_metadata_is_refused_by_name(tmp_path: Path, field: str, value: Any) -> None:
@@ -216,7 +274,7 @@ def test_text_that_is_not_unicode_and_headers_too_large_are_refused(
     tensors = reference.random_model(models.config(), seed=1)
     with pytest.raises(ArtifactError, match="metadata"):
         artifact.write(tmp_path / "x", models.config(), tensors, chat_template="\ud800")
-    monkeypatch.setattr(artifact, "MAX_HEADER_BYTES", 1000)
+    monkeypatch.setattr(artifact_file, "MAX_HEADER_BYTES", 1000)
     with pytest.raises(ArtifactError, match="header"):
         artifact.write(tmp_path / "x", models.config(), tensors)
 
@@ -259,7 +317,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 def test_errors_say_what_to_change_and_survive_pickling() -> None:
     import pickle
 
-    error = artifact.refusal("config.norm", "x" * 500, "'pre' | 'post'")
+    error = refusal("config.norm", "x" * 500, "'pre' | 'post'")
     assert len(str(error)) < 300 and "config.norm" in str(error) and "'pre' | 'post'" in str(error)
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, ArtifactError) and isinstance(copy, TinyLoopError)

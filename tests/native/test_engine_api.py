@@ -1,5 +1,6 @@
 """What a caller meets: typed refusals that name the field, callbacks, statistics, threads, closing."""
 
+import json
 import pickle
 import threading
 from collections.abc import Iterator
@@ -211,12 +212,34 @@ def test_inspect_tells_what_the_file_holds(path: Path, model: Model) -> None:
     assert found["config"]["n_core"] == 2 and found["config"] == model.config
     assert found["file_bytes"] == path.stat().st_size and found["fingerprint"] == model.fingerprint
     assert found["parameters"] == model.parameters
+    assert (found["weights"], found["layout"]) == ("fp16", "panels")
     assert {t["name"] for t in found["tensors"]} == set(artifact.expected_tensors(models.FAMILY[NAME]))
+
+
+def test_inspect_finds_damage_that_loading_does_not_look_for(path: Path, model: Model) -> None:
     changed = path.with_name("changed.tinyloop")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     changed.write_bytes(content)
-    assert inspect_artifact(changed)["fingerprint"] != found["fingerprint"]
+    with pytest.raises(ArtifactError, match="data_sha256"):
+        inspect_artifact(changed)
+    with Model(changed) as damaged:
+        assert damaged.fingerprint == model.fingerprint  # the header's, and the header says what the data was
+
+
+def test_a_file_without_a_hash_is_named_by_all_its_bytes(path: Path, model: Model) -> None:
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    del header["__metadata__"]["data_sha256"]
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    names = set()
+    for last in (content[-1], content[-1] ^ 1):
+        older = path.with_name("older.tinyloop")
+        older.write_bytes(len(text).to_bytes(8, "little") + text + content[end:-1] + bytes([last]))
+        names.add(inspect_artifact(older)["fingerprint"])
+    assert len(names) == 2 and model.fingerprint not in names
 
 
 def test_errors_survive_a_process_boundary() -> None:

@@ -147,7 +147,11 @@ def test_config_and_tensors_come_through_exactly(
     steps: list[tuple[int, int]] = []
 
     config = convert_gguf(
-        make(tensors), tmp_path / "t", dtype="fp32", progress=lambda done, total: steps.append((done, total))
+        make(tensors),
+        tmp_path / "t",
+        "fp32",
+        lambda done, total: steps.append((done, total)),
+        layout="plain",
     )
 
     expected |= {"eos_ids": [257, 256], "max_loops": 1}
@@ -163,7 +167,7 @@ def test_config_and_tensors_come_through_exactly(
 def test_quantised_tensors_are_dequantised(make: Make, tmp_path: Path, quantised: str) -> None:
     tensors = reference.random_model(CONFIG, seed=9)
     source = make(tensors, quantised=quantised)
-    convert_gguf(source, tmp_path / "t", dtype="fp32")
+    convert_gguf(source, tmp_path / "t", "fp32", layout="plain")
     written = load_file(tmp_path / "t")
     kind = gguf_package.GGMLQuantizationType[quantised]
     for name, tensor in tensors.items():
@@ -179,7 +183,7 @@ def test_quantised_tensors_are_dequantised(make: Make, tmp_path: Path, quantised
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_matrices_get_the_asked_dtype_and_vectors_stay_fp32(make: Make, tmp_path: Path, dtype: str) -> None:
     tensors = reference.random_model(CONFIG, seed=9)
-    convert_gguf(make(tensors), tmp_path / "t", dtype=dtype)
+    convert_gguf(make(tensors), tmp_path / "t", dtype, layout="plain")
     kinds = {"fp16": "F16", "bf16": "BF16", "fp32": "F32"}
     with safe_open(tmp_path / "t", "numpy") as file:
         for name, tensor in tensors.items():
@@ -236,7 +240,7 @@ def test_a_file_without_tokenizer_is_a_model_of_token_ids(make: Make, tmp_path: 
     config = convert_gguf(make(**without), tmp_path / "t")
     assert (config["bos_id"], config["eos_ids"], config["add_bos"]) == (None, [], False)
     with safe_open(tmp_path / "t", "numpy") as file:
-        assert file.metadata().keys() == {"format", "format_version", "config", "card"}
+        assert file.metadata().keys() == {"format", "format_version", "config", "card", "data_sha256"}
 
 
 @pytest.mark.parametrize(
@@ -297,11 +301,11 @@ def test_numbers_that_fp16_cannot_hold_are_refused_with_the_way_out(make: Make, 
     source = make(tensors)
     error = refused(source, tmp_path)
     assert error.field == "blk.0.ffn_up.weight" and "bf16" in str(error)
-    convert_gguf(source, tmp_path / "t", dtype="bf16")
+    convert_gguf(source, tmp_path / "t", "bf16")
 
 
-def test_a_bad_dtype_is_refused(make: Make, tmp_path: Path) -> None:
-    assert refused(make(), tmp_path, dtype="int8").field == "dtype"
+def test_bad_weights_are_refused(make: Make, tmp_path: Path) -> None:
+    assert refused(make(), tmp_path, weights="fp8").field == "weights"
 
 
 @pytest.mark.parametrize("size", [0, 3, 40, 5000, -1000])

@@ -32,7 +32,7 @@ def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     name: str = request.param
     folder = tmp_path_factory.mktemp(name)
     source = looped_checkpoints.write_folder(folder / "hf", MODELS[name][0], looped_checkpoints.tensors(name))
-    convert(source, folder / "model.tinyloop", max_loops=8)
+    convert(source, folder / "model.tinyloop", max_loops=8, layout="plain")
     return name, folder / "model.tinyloop"
 
 
@@ -59,7 +59,7 @@ def test_the_logits_are_the_reference_codes(imported: tuple[str, Path]) -> None:
 
 def test_ouros_gate_reads_the_normed_state_after_each_loop(tmp_path: Path) -> None:
     source = looped_checkpoints.write_folder(tmp_path, MODELS["ouro"][0], looped_checkpoints.tensors("ouro"))
-    config = convert(source, tmp_path / "t", dtype="fp32")
+    config = convert(source, tmp_path / "t", weights="fp32", layout="plain")
     weights = load_file(tmp_path / "t")
     expected = golden("ouro")
     model = reference.Reference(config, weights, kv_fp16=False)

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.vectors import looped_checkpoints
-from tinyloop_serve.native.artifact import BF16
 from tinyloop_serve.native.errors import ArtifactError
 from tinyloop_serve.native.importers import shards
 from tinyloop_serve.native.importers.convert import convert
+from tinyloop_serve.native.tensors import BF16
 
 MODELS = looped_checkpoints.MODELS
 Make = Callable[..., Path]
@@ -235,8 +235,8 @@ def test_the_card_says_how_huginn_differs_from_its_reference(make: Make, tmp_pat
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("stored", ["BF16", "F16", "F32"])
 def test_numbers_come_through_exactly(make: Make, tmp_path: Path, stored: str, dtype: str) -> None:
-    convert(make("huginn", dtype=stored), tmp_path / "t", dtype=dtype)
-    found = {name: tensor.read() for name, tensor in shards._open_file(tmp_path / "t").items()}
+    convert(make("huginn", dtype=stored), tmp_path / "t", weights=dtype, layout="plain")
+    found = {name: tensor.read() for name, tensor in shards.open_file(tmp_path / "t").items()}
     source = looped_checkpoints.tensors("huginn")
     for name, values in {
         "inject.weight": source["transformer.adapter.weight"],
@@ -253,9 +253,9 @@ def test_large_tensors_are_converted_in_blocks(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for dtype in ("fp16", "bf16", "fp32"):
-        convert(make("ouro", dtype="F32"), tmp_path / "whole", dtype=dtype)
+        convert(make("ouro", dtype="F32"), tmp_path / "whole", weights=dtype)
         monkeypatch.setattr("tinyloop_serve.native.importers.dtypes.BLOCK_ELEMENTS", 100)
-        convert(make("ouro", dtype="F32"), tmp_path / "blocks", dtype=dtype)
+        convert(make("ouro", dtype="F32"), tmp_path / "blocks", weights=dtype)
         assert (tmp_path / "whole").read_bytes() == (tmp_path / "blocks").read_bytes()
 
 
@@ -265,7 +265,7 @@ def test_numbers_that_fp16_cannot_hold_are_refused_with_the_way_out(make: Make, 
     values[3, 3] = 131072.0
     error = refused(make("llama", extra={name: values}))
     assert error.field == name and "bf16" in str(error)
-    convert(make("llama", extra={name: values}), tmp_path / "t", dtype="bf16")
+    convert(make("llama", extra={name: values}), tmp_path / "t", weights="bf16")
 
 
 def test_shards_and_one_file_give_the_same_artifact(make: Make, tmp_path: Path) -> None:
@@ -345,5 +345,5 @@ def test_convert_looks_at_the_source(make: Make, tmp_path: Path) -> None:
     assert refused(tmp_path / "not_whole.bin").field == "source"
     with pytest.raises(FileNotFoundError):
         convert(tmp_path / "absent", tmp_path / "t")
-    assert refused(folder, dtype="int8").field == "dtype"
+    assert refused(folder, weights="fp8").field == "weights"
     assert refused(folder, max_loops=0).field == "config.max_loops"

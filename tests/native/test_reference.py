@@ -8,7 +8,7 @@ import pytest
 
 from tests.native import models, reference
 from tests.native.reference import Array, Reference
-from tinyloop_serve.native.artifact import BF16, Tensor
+from tinyloop_serve.native.tensors import BF16, Tensor
 
 TOKENS = [5, 17, 42, 5, 60, 0, 33, 8]
 Tensors = dict[str, Tensor]

@@ -22,6 +22,7 @@ from tests.native import reference
 from tests.vectors import make_smollm2_greedy
 from tinyloop_serve.native import GenerateConfig, Model
 from tinyloop_serve.native.importers.gguf import convert_gguf
+from tinyloop_serve.native.importers.tinyloop import convert_tinyloop
 
 pytestmark = [
     pytest.mark.real_model,
@@ -154,14 +155,14 @@ def test_the_chat_template_is_the_models(metadata: dict[str, str], name: str, ca
 
 
 def test_import_and_reference_agree_with_transformers_closely(
-    artifact_path: Path, metadata: dict[str, str]
+    artifact_path: Path, metadata: dict[str, str], tmp_path: Path
 ) -> None:
     """Without the cache's rounding only float arithmetic is left to differ: weights and layout are right."""
     case = CASES[NAMES.index("digits")]
     sequence = case["prompt"] + case["tokens"][:11]
-    logits = reference.logits(
-        json.loads(metadata["config"]), load_file(artifact_path), sequence, kv_fp16=False
-    )
+    convert_tinyloop(artifact_path, tmp_path / "plain", layout="plain")
+    weights = load_file(tmp_path / "plain")
+    logits = reference.logits(json.loads(metadata["config"]), weights, sequence, kv_fp16=False)
     assert_agrees("digits", case, logits_of_steps(case, logits), tolerance=2e-4)
 
 

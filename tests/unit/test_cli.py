@@ -369,4 +369,24 @@ def test_a_fleet_that_cannot_fit_its_weights_is_refused_with_the_arithmetic(tmp_
     plan = Plan(model=str(model), endpoint="ipc:///unused", replicas=3)
     assert lacking_memory(plan, available=1 << 30) == ""
     lack = lacking_memory(plan, available=800 << 20)
-    assert "3 replicas x 300 MiB of weights = 900 MiB" in lack and "800 MiB of memory are free" in lack
+    assert "3 replicas x 300 MiB of weights + 0 MiB shared = 900 MiB" in lack
+    assert "800 MiB of memory are free" in lack
+
+
+def test_weights_that_replicas_share_are_counted_once(tmp_path: Path) -> None:
+    from tinyloop_serve.deploy.fleet import Plan, lacking_memory
+
+    entries = {
+        "a": {"dtype": "F16", "shape": [4, 1 << 18, 16], "data_offsets": [0, 32 << 20]},
+        "b": {"dtype": "F16", "shape": [2, 1 << 20], "data_offsets": [32 << 20, 36 << 20]},
+        "c": {"dtype": "F16", "shape": "wide", "data_offsets": None},
+    }
+    header = json.dumps(entries).encode()
+    model = tmp_path / "model.tinyloop"
+    with model.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(36 << 20)
+    plan = Plan(model=str(model), endpoint="ipc:///unused", replicas=3)
+    assert lacking_memory(plan, available=45 << 20) == ""
+    lack = lacking_memory(plan, available=43 << 20)
+    assert "3 replicas x 4 MiB of weights + 32 MiB shared = 44 MiB" in lack

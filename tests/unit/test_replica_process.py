@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tinyloop_serve.native import artifact
+from tinyloop_serve.native.tensors import Tensor
 from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
 
 HEAVY = ("torch", "numpy", "psutil", "jinja2", "asyncio", "safetensors", "transformers", "prometheus_client")
@@ -46,7 +47,7 @@ def write_model(path: Path, tokenizer: str) -> Path:
         **{"bos_id": None, "eos_ids": [], "beta": None},
     }
     random = np.random.default_rng(0)
-    tensors: dict[str, artifact.Tensor] = {
+    tensors: dict[str, Tensor] = {
         name: random.normal(0, 0.2, shape).astype(np.float16)
         for name, shape in artifact.expected_tensors(artifact.complete_config(config)).items()
     }

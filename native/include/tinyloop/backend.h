@@ -39,11 +39,19 @@ typedef struct tl_status {
     char message[256]; /* zero-terminated; set when a call does not return TL_OK */
 } tl_status;
 
+/* How a matrix lies in memory.
+   TL_ROWS: (rows, cols), row-major.
+   TL_PANELS: (panels, cols, 16), 64-byte aligned; 16 rows side by side, the last panel padded with zeros. Where rows
+   (wq, wk, wv) or cols (wo) are made of heads, every head is padded with zeros to a multiple of 16, but nothing follows
+   the last head's own cols. wk then follows wq in memory, and wv wk: one matrix. */
+enum tl_layout { TL_ROWS = 0, TL_PANELS = 1 };
+
 typedef struct tl_tensor {
-    const void* data; /* (rows, cols) row-major; NULL = the model has no such tensor */
+    const void* data; /* NULL = the model has no such tensor */
     int32_t dtype;    /* tl_dtype */
-    int32_t rows;     /* outputs */
-    int32_t cols;     /* inputs; 1 for vectors */
+    int32_t rows;     /* outputs, without padding */
+    int32_t cols;     /* inputs, without padding; 1 for vectors */
+    int32_t layout;   /* tl_layout; vectors are rows */
 } tl_tensor;
 
 typedef struct tl_layer {
@@ -116,7 +124,8 @@ typedef struct tl_backend {
     uint32_t abi, size;
     const char* name;
 
-    /* The tensors' data is only read during the call. */
+    /* The data of tensors in TL_PANELS stays as it is until model_destroy, for use in place; that of the others is
+       only read during the call. */
     int (*model_create)(const tl_model_desc*, const tl_options*, tl_model** out, tl_status*);
     void (*model_destroy)(tl_model*);
     uint64_t (*model_bytes)(const tl_model*);    /* weights and work space held by the device */

@@ -128,7 +128,7 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, co
             const size_t at = static_cast<size_t>(inputs ? run.slot - window.low : run.at);
             const Panels panels{keys + at * head_dim_ * size, dtype, head_dim_,
                                 static_cast<size_t>(head_dim_) * kPanel};
-            kernels->product(panels, q + h * head_dim_, ldq, rows, scores + (run.slot - window.low), window.width,
+            kernels->product(panels, {q + h * head_dim_, ldq}, rows, scores + (run.slot - window.low), window.width,
                              nullptr, Put::store, 0, (run.count + kPanel - 1) / kPanel, scratch);
         }
         float* to = out + h * head_dim_;
@@ -141,7 +141,7 @@ void tl_model::attend(const Call& call, const Plan& plan, const Group& group, co
             if (!run.count) continue;
             const size_t at = static_cast<size_t>(inputs ? run.slot - window.low : run.at);
             const Panels panels{values + at * kPanel * size, dtype, run.count, value_stride};
-            kernels->product(panels, scores + (run.slot - window.low), window.width, rows, to, ldo, nullptr, put, 0,
+            kernels->product(panels, {scores + (run.slot - window.low), window.width}, rows, to, ldo, nullptr, put, 0,
                              head_dim_ / kPanel, scratch);
             put = Put::go_on;
         }
@@ -196,9 +196,9 @@ void tl_model::project_inputs(const tl_cache& cache, const Window& window, const
         for (int i = 0; i < count; ++i)
             restore(kind, cache.input(visit, slot + i), d, inputs + static_cast<size_t>(i) * ldi);
         const int ldh = 2 * head_dim_;
-        kernels->product(all, inputs, ldi, count, heads - first_key * kPanel, ldh, nullptr, Put::store, first_key,
+        kernels->product(all, {inputs, ldi}, count, heads - first_key * kPanel, ldh, nullptr, Put::store, first_key,
                          first_key + panels, scratch_[id].as<float>());
-        kernels->product(all, inputs, ldi, count, heads + head_dim_ - first_value * kPanel, ldh, nullptr, Put::store,
+        kernels->product(all, {inputs, ldi}, count, heads + head_dim_ - first_value * kPanel, ldh, nullptr, Put::store,
                          first_value, first_value + panels, scratch_[id].as<float>());
         for (int i = 0; i < count; ++i) {
             float* key = heads + static_cast<size_t>(i) * ldh;

@@ -170,7 +170,7 @@ void tl_model::inject(const Plan& plan, int id) {
     }
     pool_.barrier();
     if (desc.injection == TL_INJECT_CONCAT)
-        project(weights_.inject, pair_.as<float>(), 2 * d, plan, nullptr, 0, true, id);
+        project(weights_.inject, {pair_.as<float>(), 2 * d}, plan, nullptr, 0, true, id);
 }
 
 // ---------------------------------------------------------------- one layer
@@ -181,26 +181,26 @@ void tl_model::layer(const Call& call, const Plan& plan, int index, Visits visit
     if (id == 0) steps.fetch_add(1, std::memory_order_relaxed);
 
     normed_input(plan, w.attn_norm, id);
-    project(w.qkv, normed_.as<float>(), ldx_, plan, qkv_.as<float>(), ldq_, false, id);
+    project(w.qkv, {normed_.as<float>(), ldx_}, plan, qkv_.as<float>(), ldq_, false, id);
     position_and_append(call, plan, w, visits, id);
     attention(call, plan, w, visits, id);
-    project(w.wo, attended_.as<float>(), lda_, plan, out_.as<float>(), ldx_, plain, id);
+    project(w.wo, {attended_.as<float>(), lda_}, plan, out_.as<float>(), ldx_, plain, id);
     residual(plan, w.attn_post_norm, id);
 
     normed_input(plan, w.ffn_norm, id);
     const int n = static_cast<int>(plan.rows.size());
     const auto [begin, end] = share(w.w_gate.panels(), id, pool_.threads());
     float* scratch = scratch_[id].as<float>();
-    kernels->product(w.w_gate.view(), normed_.as<float>(), ldx_, n, gate_.as<float>(), ldf_, nullptr, Put::store, begin,
-                     end, scratch);
-    kernels->product(w.w_up.view(), normed_.as<float>(), ldx_, n, up_.as<float>(), ldf_, nullptr, Put::store, begin,
+    kernels->product(w.w_gate.view(), {normed_.as<float>(), ldx_}, n, gate_.as<float>(), ldf_, nullptr, Put::store,
+                     begin, end, scratch);
+    kernels->product(w.w_up.view(), {normed_.as<float>(), ldx_}, n, up_.as<float>(), ldf_, nullptr, Put::store, begin,
                      end, scratch);
     for (int m = 0; m < n && begin < end; ++m) {
         const size_t at = static_cast<size_t>(m) * ldf_ + begin * kPanel;
         kernels->swiglu(gate_.as<float>() + at, up_.as<float>() + at, (end - begin) * kPanel);
     }
     pool_.barrier();
-    project(w.w_down, gate_.as<float>(), ldf_, plan, out_.as<float>(), ldx_, plain, id);
+    project(w.w_down, {gate_.as<float>(), ldf_}, plan, out_.as<float>(), ldx_, plain, id);
     residual(plan, w.ffn_post_norm, id);
 }
 
@@ -219,17 +219,15 @@ void tl_model::normed_input(const Plan& plan, const Vector& norm, int id) {
 }
 
 // c[m] = w a[m], or x[row m] += w a[m].
-void tl_model::project(const Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc, bool to_x,
-                       int id) {
+void tl_model::project(const Matrix& w, const Activations& a, const Plan& plan, float* c, int ldc, bool to_x, int id) {
     const auto [begin, end] = share(w.panels(), id, pool_.threads());
     const int n = static_cast<int>(plan.rows.size());
     if (begin < end) {
         float* scratch = scratch_[id].as<float>();
         if (to_x)
-            kernels->product(w.view(), a, lda, n, x_.as<float>(), ldx_, plan.rows.data(), Put::add, begin, end,
-                             scratch);
+            kernels->product(w.view(), a, n, x_.as<float>(), ldx_, plan.rows.data(), Put::add, begin, end, scratch);
         else
-            kernels->product(w.view(), a, lda, n, c, ldc, nullptr, Put::store, begin, end, scratch);
+            kernels->product(w.view(), a, n, c, ldc, nullptr, Put::store, begin, end, scratch);
     }
     pool_.barrier();
 }
@@ -328,8 +326,8 @@ void tl_model::head(const Call& call, int id) {
         pool_.barrier();
         const auto [p0, p1] = share(matrix.panels(), id, pool_.threads());
         if (p0 < p1)
-            kernels->product(matrix.view(), normed_.as<float>(), ldx_, n, logits_.as<float>(), ldl, nullptr, Put::store,
-                             p0, p1, scratch_[id].as<float>());
+            kernels->product(matrix.view(), {normed_.as<float>(), ldx_}, n, logits_.as<float>(), ldl, nullptr,
+                             Put::store, p0, p1, scratch_[id].as<float>());
         pool_.barrier();
         for (int m = begin; m < end; ++m) {
             const float* from = logits_.as<float>() + static_cast<size_t>(m) * ldl;

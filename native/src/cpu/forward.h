@@ -78,8 +78,8 @@ struct tl_model {
                              int id);
     void residual(const Plan& plan, const tinyloop::cpu::Vector& post_norm, int id);
     void normed_input(const Plan& plan, const tinyloop::cpu::Vector& norm, int id);
-    void project(const tinyloop::cpu::Matrix& w, const float* a, int lda, const Plan& plan, float* c, int ldc,
-                 bool to_x, int id);
+    void project(const tinyloop::cpu::Matrix& w, const tinyloop::cpu::Activations& a, const Plan& plan, float* c,
+                 int ldc, bool to_x, int id);
     void norm_in_place(const Plan& plan, const tinyloop::cpu::Vector& weight, int id);
     void remember(const Plan& plan, int id);
     void leave_early(Call& call, size_t step, int id);

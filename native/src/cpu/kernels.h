@@ -16,24 +16,38 @@ namespace tinyloop::cpu {
 inline constexpr int kPanel = 16;
 inline constexpr int pad16(int n) { return (n + 15) & ~15; }
 
-inline constexpr int kInt8 = 3;  // beside tl_dtype: what an int8 cache holds
+// Beside tl_dtype. kInt8 is what an int8 cache holds: plain panels, read as floats. The other two are weights that are
+// multiplied as integers.
+inline constexpr int kInt8 = 3, kInt8Weights = 4, kInt4Weights = 5;
 
 enum class Put { store, add, go_on };  // c = sum; c += sum; c is where the sum starts
 
 struct Panels {
     const void* data;       // first panel
-    int dtype;              // tl_dtype or kInt8
-    int inputs;             // k: how many of the stored inputs are used
-    size_t panel_elements;  // distance between panels, in elements
+    int dtype;              // tl_dtype, kInt8, kInt8Weights or kInt4Weights
+    int inputs;             // k: how many of the stored inputs are used; of integer weights all, a multiple of 32
+    size_t panel_elements;  // distance between panels, in elements; in bytes for integer weights
+};
+
+// The rows that a product reads: as floats, or for integer weights as int8 with one scale a row.
+struct Activations {
+    const float* x;  // (rows, ldx)
+    int ldx;
+    const int8_t* q = nullptr;  // (rows, ldq): x = q * scale; inputs padded to 32 with zeros
+    int ldq = 0;
+    const float* scale = nullptr;  // (rows)
+    const int16_t* offsets =
+        nullptr;  // (rows, ldo), two per group of 32 inputs: -8 times the sum of its q at k % 4 < 2
+    int ldo = 0;  // and of the others, which turns sums over nibbles 0..15 into sums over -8..7
 };
 
 struct Kernels {
     const char* name;
 
     // c[row(m)][panel * 16 + j] = sum_k a[m][k] * w[panel][k][j] (see Put), for m < n_rows, panels begin..end.
-    // a: (n_rows, lda); c: rows at stride ldc, row(m) = rows ? rows[m] : m. scratch: 16 * (n_rows + 256) floats.
-    void (*product)(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows,
-                    Put put, int panel_begin, int panel_end, float* scratch);
+    // c: rows at stride ldc, row(m) = rows ? rows[m] : m. scratch: 16 * (n_rows + 256) floats.
+    void (*product)(const Panels& w, const Activations& a, int n_rows, float* c, int ldc, const int32_t* rows, Put put,
+                    int panel_begin, int panel_end, float* scratch);
 
     // y = x / sqrt(mean(x^2) + eps) * weight; n true elements, x and y padded with zeros to 16.
     void (*rmsnorm)(const float* x, const float* weight, float eps, int n, float* y);

@@ -134,21 +134,21 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
     }
 }
 
-void product(const Panels& w, const float* a, int lda, int n_rows, float* c, int ldc, const int32_t* rows, Put put,
+void product(const Panels& w, const Activations& a, int n_rows, float* c, int ldc, const int32_t* rows, Put put,
              int begin, int end, float* scratch) {
     const Out out{c, ldc, rows, put};
     switch (w.dtype) {
         case TL_F16:
-            product_as<TL_F16>(w, a, lda, n_rows, out, begin, end, scratch);
+            product_as<TL_F16>(w, a.x, a.ldx, n_rows, out, begin, end, scratch);
             break;
         case kInt8:
-            product_as<kInt8>(w, a, lda, n_rows, out, begin, end, scratch);
+            product_as<kInt8>(w, a.x, a.ldx, n_rows, out, begin, end, scratch);
             break;
         case TL_BF16:
-            product_as<TL_BF16>(w, a, lda, n_rows, out, begin, end, scratch);
+            product_as<TL_BF16>(w, a.x, a.ldx, n_rows, out, begin, end, scratch);
             break;
         default:
-            product_as<TL_F32>(w, a, lda, n_rows, out, begin, end, scratch);
+            product_as<TL_F32>(w, a.x, a.ldx, n_rows, out, begin, end, scratch);
     }
 }
 

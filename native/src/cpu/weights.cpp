@@ -25,7 +25,9 @@ Vector vector_of(const tl_tensor& source, int head_dim = 0) {
 
 Matrix matrix_of(const tl_tensor& source, Pool& pool, int col_head_dim = 0) {
     if (!source.data) return {};
-    Matrix matrix(pad16(source.rows), spread(source.cols - 1, col_head_dim) + 1, source.dtype);
+    const int outputs = pad16(source.rows), inputs = spread(source.cols - 1, col_head_dim) + 1;
+    if (source.layout == TL_PANELS) return {outputs, inputs, source.dtype, source.data};
+    Matrix matrix(outputs, inputs, source.dtype);
     matrix.fill(source, 0, 0, col_head_dim, pool);
     return matrix;
 }
@@ -35,8 +37,19 @@ int common_dtype(const tl_tensor& a, const tl_tensor& b, const tl_tensor& c) {
     return a.dtype == b.dtype && b.dtype == c.dtype ? a.dtype : TL_F32;
 }
 
+// Queries, keys and values as one matrix.
+Matrix joined_of(const tl_layer& source, const tl_model_desc& desc, Pool& pool) {
+    const int hd = desc.head_dim, q = desc.n_heads * pad16(hd), kv = desc.n_kv_heads * pad16(hd);
+    if (source.wq.layout == TL_PANELS) return {q + 2 * kv, desc.d_model, source.wq.dtype, source.wq.data};
+    Matrix matrix(q + 2 * kv, desc.d_model, common_dtype(source.wq, source.wk, source.wv));
+    matrix.fill(source.wq, 0, hd, 0, pool);
+    matrix.fill(source.wk, q, hd, 0, pool);
+    matrix.fill(source.wv, q + kv, hd, 0, pool);
+    return matrix;
+}
+
 LayerWeights layer_of(const tl_layer& source, const tl_model_desc& desc, Pool& pool) {
-    const int hd = desc.head_dim, padded = pad16(hd);
+    const int hd = desc.head_dim;
     LayerWeights out;
     out.attn_norm = vector_of(source.attn_norm);
     out.attn_post_norm = vector_of(source.attn_post_norm);
@@ -47,11 +60,7 @@ LayerWeights layer_of(const tl_layer& source, const tl_model_desc& desc, Pool& p
     out.v_bias = vector_of(source.v_bias, hd);
     out.q_norm = vector_of(source.q_norm);
     out.k_norm = vector_of(source.k_norm);
-    const int q = desc.n_heads * padded, kv = desc.n_kv_heads * padded;
-    out.qkv = Matrix(q + 2 * kv, desc.d_model, common_dtype(source.wq, source.wk, source.wv));
-    out.qkv.fill(source.wq, 0, hd, 0, pool);
-    out.qkv.fill(source.wk, q, hd, 0, pool);
-    out.qkv.fill(source.wv, q + kv, hd, 0, pool);
+    out.qkv = joined_of(source, desc, pool);
     // The last head's padding is at the end of the inputs, where it can be left out: it would only add zeros.
     out.wo = matrix_of(source.wo, pool, hd);
     out.w_gate = matrix_of(source.w_gate, pool);
@@ -66,10 +75,16 @@ Matrix::Matrix(int outputs, int inputs, int dtype)
     : outputs_(outputs),
       inputs_(inputs),
       dtype_(dtype),
-      storage_(static_cast<size_t>(outputs) * inputs * element_bytes(dtype)) {}
+      storage_(static_cast<size_t>(outputs) * inputs * element_bytes(dtype)),
+      panels_(storage_.as<void>()) {}
+
+Matrix::Matrix(int outputs, int inputs, int dtype, const void* panels)
+    : outputs_(outputs), inputs_(inputs), dtype_(dtype), panels_(panels) {}
+
+size_t Matrix::bytes() const { return static_cast<size_t>(outputs_) * inputs_ * element_bytes(dtype_); }
 
 float Matrix::at(int output, int input) const {
-    const tl_tensor whole{storage_.as<void>(), dtype_, outputs_, inputs_};
+    const tl_tensor whole{panels_, dtype_, outputs_, inputs_, TL_ROWS};
     return element(whole, (static_cast<size_t>(output / kPanel) * inputs_ + input) * kPanel + output % kPanel);
 }
 
@@ -102,7 +117,7 @@ Weights::Weights(const tl_model_desc& desc, Pool& pool)
       loop_norm(vector_of(desc.loop_norm)),
       core_norm(vector_of(desc.core_norm)),
       final_norm(vector_of(desc.final_norm)),
-      exit_gate(vector_of({desc.exit_gate.data, desc.exit_gate.dtype, desc.exit_gate.cols, 1})),
+      exit_gate(vector_of({desc.exit_gate.data, desc.exit_gate.dtype, desc.exit_gate.cols, 1, TL_ROWS})),
       exit_gate_bias(vector_of(desc.exit_gate_bias)) {
     const int count = desc.n_prelude + desc.n_core + desc.n_coda;
     for (int i = 0; i < count; ++i) layers.push_back(layer_of(desc.layers[i], desc, pool));

@@ -10,17 +10,19 @@
 
 namespace tinyloop::cpu {
 
-// (outputs, inputs) in panels, see kernels.h. outputs is a multiple of 16.
+// (outputs, inputs) in panels, see kernels.h. outputs is a multiple of 16. The panels are its own, or lie in memory
+// that outlives it: an artifact's, shared by all processes that map the file.
 class Matrix {
   public:
     Matrix() = default;
     Matrix(int outputs, int inputs, int dtype);
+    Matrix(int outputs, int inputs, int dtype, const void* panels);
 
     int outputs() const { return outputs_; }
     int inputs() const { return inputs_; }
     int panels() const { return outputs_ / kPanel; }
-    size_t bytes() const { return storage_.bytes(); }
-    Panels view() const { return {storage_.as<void>(), dtype_, inputs_, static_cast<size_t>(inputs_) * kPanel}; }
+    size_t bytes() const;
+    Panels view() const { return {panels_, dtype_, inputs_, static_cast<size_t>(inputs_) * kPanel}; }
     float at(int output, int input) const;
 
     // Copies `source` to the outputs from `first_output` on. head_dim > 0 spreads heads of that many rows (columns) to
@@ -30,6 +32,7 @@ class Matrix {
   private:
     int outputs_ = 0, inputs_ = 0, dtype_ = 0;
     Buffer storage_;
+    const void* panels_ = nullptr;
 };
 
 using Vector = std::vector<float>;  // padded to a multiple of 16 with zeros; empty = the model has none
