@@ -27,7 +27,7 @@ Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const G
     lanes.emplace_back(model, prompt, config, loops);
     for (size_t i = 0; i < 2 * width; ++i) caches.push_back(lanes[0].make_cache());
     std::vector<float> logits(width * vocab);
-    std::vector<double> logprobs(vocab);
+    LogitRow ranking;
     std::vector<double> scores = {0};
     std::vector<Generation> finished;
     std::vector<double> finished_rank;
@@ -45,15 +45,10 @@ Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const G
         for (size_t b = 0; b < lanes.size(); ++b) {
             float* row = logits.data() + b * vocab;
             lanes[b].sampler.penalize(row);
-            log_softmax(row, static_cast<int>(vocab), logprobs.data());
-            std::vector<int32_t> ids(vocab);
-            for (size_t id = 0; id < vocab; ++id) ids[id] = static_cast<int32_t>(id);
-            const size_t most = std::min(vocab, 2 * width);
-            std::partial_sort(
-                ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(most), ids.end(),
-                [&](int32_t x, int32_t y) { return logprobs[x] != logprobs[y] ? logprobs[x] > logprobs[y] : x < y; });
-            for (size_t i = 0; i < most; ++i)
-                candidates.push_back({scores[b] + logprobs[ids[i]], static_cast<int>(b), ids[i]});
+            ranking.read(row, static_cast<int>(vocab));
+            const double offset = scores[b] - log_sum_exp(ranking);
+            for (const Rank& token : ranking.first(2 * config.beam_size))
+                candidates.push_back({offset + token.logit, static_cast<int>(b), token.id});
         }
         std::sort(candidates.begin(), candidates.end(), [](const Candidate& x, const Candidate& y) {
             return x.logprob != y.logprob ? x.logprob > y.logprob

@@ -3,18 +3,31 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace tinyloop {
 namespace {
 
-// e^x for x <= 0 in plain multiplications and additions, so that no two maths libraries can disagree on a draw.
-double exp_negative(double x) {
-    if (x < -700) return 0;
-    const double n = std::nearbyint(x * 1.4426950408889634);
-    const double r = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
-    double p = 1;
-    for (int i = 14; i > 0; --i) p = 1 + p * r / i;
-    return std::ldexp(p, static_cast<int>(n));
+constexpr int kBuckets = 4096;  // of the nucleus: slices of the reach, equal in (top - logit)
+
+// Leaves no logit to tokens without their bit.
+void forbid(float* logits, int count, const uint32_t* allowed) {
+    for (int begin = 0; begin < count; begin += 32) {
+        const uint32_t word = allowed[begin / 32];
+        const int here = std::min(32, count - begin);
+        if (word == 0)
+            std::fill_n(logits + begin, here, -std::numeric_limits<float>::infinity());
+        else if (word != 0xFFFFFFFF)
+            for (int i = 0; i < here; ++i)
+                logits[begin + i] = word >> i & 1 ? logits[begin + i] : -std::numeric_limits<float>::infinity();
+    }
+}
+
+// The first token that may come, whatever its logit; -1: none.
+int32_t first_of(const uint32_t* allowed, int count) {
+    int32_t id = 0;
+    while (allowed && id < count && !(allowed[id / 32] >> (id % 32) & 1)) ++id;
+    return id < count ? id : -1;
 }
 
 [[noreturn]] void bad(const char* field, const std::string& value, const char* accepted) {
@@ -49,72 +62,125 @@ void check_sampling(const GenerateConfig& c) {
 }
 
 Sampler::Sampler(const GenerateConfig& c, int vocab_size)
-    : temperature_(c.temperature),
+    : temperature_(c.temperature == 0 ? 0 : std::max(c.temperature, 1e-60)),  // its inverse must be finite
       top_p_(c.top_p),
       min_p_(c.min_p),
       repetition_penalty_(static_cast<float>(c.repetition_penalty)),
       top_k_(c.top_k),
-      seed_(c.seed),
-      seen_(static_cast<size_t>(vocab_size)) {}
+      vocab_size_(vocab_size),
+      seed_(c.seed) {}
 
-void log_softmax(const float* logits, int n, double* out) {
-    const double top = *std::max_element(logits, logits + n);
-    double total = 0;
-    for (int i = 0; i < n; ++i) total += exp_negative(logits[i] - top);
-    const double offset = top + std::log(total);
-    for (int i = 0; i < n; ++i) out[i] = logits[i] - offset;
+void Sampler::saw(int32_t token) {
+    if (repetition_penalty_ != 1) ++seen_[token];
+}
+
+void Sampler::unsaw(int32_t token) {
+    if (repetition_penalty_ == 1) return;
+    const auto at = seen_.find(token);
+    if (--at->second == 0) seen_.erase(at);
 }
 
 void Sampler::penalize(float* logits) const {
-    if (repetition_penalty_ == 1) return;
-    for (size_t id = 0; id < seen_.size(); ++id)
-        if (seen_[id])
-            logits[id] = logits[id] > 0 ? logits[id] / repetition_penalty_ : logits[id] * repetition_penalty_;
+    for (const auto& [id, count] : seen_)
+        logits[id] = logits[id] > 0 ? logits[id] / repetition_penalty_ : logits[id] * repetition_penalty_;
 }
 
 int32_t Sampler::sample(float* logits, int position, const uint32_t* allowed) {
-    const int vocab = static_cast<int>(seen_.size());
-    auto may = [allowed](int id) { return !allowed || (allowed[id / 32] >> (id % 32) & 1); };
     penalize(logits);
-    int best = -1;
-    for (int id = 0; id < vocab; ++id)
-        if (may(id) && (best < 0 || logits[id] > logits[best])) best = id;
-    if (temperature_ == 0 || best < 0) return best;
+    if (allowed) forbid(logits, vocab_size_, allowed);
+    row_.read(logits, vocab_size_);
+    const int32_t best = row_.best() >= 0 ? row_.best() : first_of(allowed, vocab_size_);
+    if (temperature_ == 0 || !std::isfinite(row_.top())) return best;
 
-    const double top = logits[best];
-    candidates_.clear();
-    for (int id = 0; id < vocab; ++id)
-        if (may(id)) candidates_.push_back({id, logits[id], exp_negative((logits[id] - top) / temperature_)});
-    if (candidates_.size() == 1) return best;
-    auto ranks_before = [](const Candidate& a, const Candidate& b) {
-        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-    };
-    if (top_k_ > 0 && top_k_ < static_cast<int>(candidates_.size())) {
-        std::nth_element(candidates_.begin(), candidates_.begin() + top_k_ - 1, candidates_.end(), ranks_before);
-        candidates_.resize(top_k_);
-    }
-    if (top_p_ < 1) {  // the smallest set of the likeliest tokens that holds top_p of the weight
-        std::sort(candidates_.begin(), candidates_.end(), ranks_before);
-        double total = 0, held = 0;
-        for (const Candidate& c : candidates_) total += c.weight;
-        size_t kept = 0;
-        while (kept < candidates_.size() && held < top_p_ * total) held += candidates_[kept++].weight;
-        candidates_.resize(std::max<size_t>(kept, 1));
-    }
-    if (min_p_ > 0)
-        std::erase_if(candidates_, [this](const Candidate& c) { return c.weight < min_p_; });  // the best has weight 1
-    std::sort(candidates_.begin(), candidates_.end(),
-              [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+    Rank last{floor_of(0), vocab_size_};
+    if (top_k_ > 0 && top_k_ < vocab_size_) last = row_.nth(top_k_, last.logit);
+    if (top_p_ < 1) last = nucleus(last);
+    if (const float floor = floor_of(min_p_); floor > last.logit) last = {floor, vocab_size_};
+    return draw(last, uniform_draw(seed_, static_cast<uint64_t>(position)));
+}
 
+// No logit below it has more than `least_weight`, nor a weight that counts.
+float Sampler::floor_of(double least_weight) const {
+    const double reach = least_weight > 0 ? std::min(kReach, 1e-3 - std::log(least_weight)) : kReach;
+    return static_cast<float>(std::max(-3e38, row_.top() - reach * temperature_));
+}
+
+// The last token of the smallest set of the likeliest, up to `last`, that holds top_p of their weight. Buckets are in
+// order of rank, so only the tokens of the bucket in which the set ends are sorted.
+Rank Sampler::nucleus(const Rank& last) {
+    const double top = row_.top(), per_logit = kBuckets / (kReach * temperature_);
+    auto bucket_of = [=](float logit) { return std::min(kBuckets - 1, static_cast<int>((top - logit) * per_logit)); };
+    double weights[kBlock];
+    int buckets[kBlock];
+    held_.assign(kBuckets, 0);
+    row_.each_block(last, [&](const int32_t*, const float* logits, int count) {
+        weigh(logits, count, top, temperature_, weights);
+        for (int i = 0; i < count; ++i) buckets[i] = bucket_of(logits[i]);
+        for (int i = 0; i < count; ++i) held_[static_cast<size_t>(buckets[i])] += weights[i];
+    });
     double total = 0;
-    for (const Candidate& c : candidates_) total += c.weight;
-    const double target = uniform_draw(seed_, static_cast<uint64_t>(position)) * total;
-    double passed = 0;
-    for (const Candidate& c : candidates_) {
-        passed += c.weight;
-        if (target < passed) return c.id;
+    for (const double held : held_) total += held;
+    const double wanted = top_p_ * total;
+    double held = 0;
+    int bucket = 0;
+    while (held + held_[static_cast<size_t>(bucket)] < wanted) held += held_[static_cast<size_t>(bucket++)];
+
+    std::vector<Rank> ends;
+    const float after = static_cast<float>(top - (bucket + 2) / per_logit);  // a bucket of room for the rounding
+    const Rank end = after > last.logit ? Rank{after, vocab_size_} : last;
+    row_.each_block(end, [&](const int32_t* ids, const float* logits, int count) {
+        for (int i = 0; i < count; ++i)
+            if (bucket_of(logits[i]) == bucket) ends.push_back({logits[i], ids[i]});
+    });
+    std::sort(ends.begin(), ends.end(), before);
+    for (const Rank& token : ends) {
+        weigh(&token.logit, 1, top, temperature_, weights);
+        held += weights[0];
+        if (held >= wanted) return token;
     }
-    return best;  // rounding left the target at the very end
+    return ends.back();
+}
+
+// The token at which the running sum of the weights up to `last`, in id order, passes `share` of their total.
+int32_t Sampler::draw(const Rank& last, double share) {
+    double weights[kBlock];
+    auto weigh_kept = [&](const float* logits, int count) {
+        weigh(logits, count, row_.top(), temperature_, weights);
+        for (int i = 0; i < count; ++i) weights[i] = weights[i] < min_p_ ? 0 : weights[i];
+    };
+    blocks_.clear();
+    double total = 0;
+    row_.each_block(last, [&](const int32_t* ids, const float* logits, int count) {
+        weigh_kept(logits, count);
+        blocks_.push_back({ids[0] / kBlock, sum(weights, count)});
+        total += blocks_.back().weight;
+    });
+    const double target = share * total;
+    double passed = 0;
+    size_t at = 0;
+    while (at + 1 < blocks_.size() && passed + blocks_[at].weight <= target) passed += blocks_[at++].weight;
+
+    int32_t ids[kBlock], token = row_.best();
+    float logits[kBlock];
+    const int count = row_.gather(blocks_[at].index, last, ids, logits);
+    weigh_kept(logits, count);
+    for (int i = 0; i < count; ++i) {
+        if (weights[i] == 0) continue;
+        token = ids[i];  // the last one stands where rounding leaves the target at the very end
+        passed += weights[i];
+        if (target < passed) break;
+    }
+    return token;
+}
+
+double log_sum_exp(const LogitRow& row) {
+    double total = 0, weights[kBlock];
+    const Rank last{static_cast<float>(row.top() - kReach), row.count()};
+    row.each_block(last, [&](const int32_t*, const float* logits, int count) {
+        weigh(logits, count, row.top(), 1, weights);
+        total += sum(weights, count);
+    });
+    return row.top() + std::log(total);
 }
 
 }  // namespace tinyloop
