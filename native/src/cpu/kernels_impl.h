@@ -96,16 +96,27 @@ void tile_of(const Panels& w, const float* a, int lda, const Out& out, int m0, i
         for (int p = 0; p < kPanels; ++p) out.put(m0 + m, panel + p, sum[m][p].template to_order<kDtype>());
 }
 
-// `n` rows from m0 on, at most kRows.
+// `n` panels from `panel` on, at most kPanels.
+template <int kDtype, int kRows, int kPanels>
+void tile_panels(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int panel) {
+    if constexpr (kPanels > 1) {
+        if (n < kPanels) return tile_panels<kDtype, kRows, kPanels - 1>(n, w, a, lda, out, m0, panel);
+    }
+    tile_of<kDtype, kRows, kPanels>(w, a, lda, out, m0, panel);
+}
+
+// `n` rows from m0 on, at most kRows. The panels are divided evenly: a tile of one or two would be a slow rest.
 template <int kDtype, int kRows>
-void tile_row(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int begin, int end) {
+void tile_rows(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int begin, int end) {
     if constexpr (kRows > 1) {
-        if (n < kRows) return tile_row<kDtype, kRows - 1>(n, w, a, lda, out, m0, begin, end);
+        if (n < kRows) return tile_rows<kDtype, kRows - 1>(n, w, a, lda, out, m0, begin, end);
     }
     constexpr int kWide = panels_of(kRows);
-    int panel = begin;
-    for (; panel + kWide <= end; panel += kWide) tile_of<kDtype, kRows, kWide>(w, a, lda, out, m0, panel);
-    for (; panel < end; ++panel) tile_of<kDtype, kRows, 1>(w, a, lda, out, m0, panel);
+    for (int tiles = (end - begin + kWide - 1) / kWide, panel = begin; tiles > 0; --tiles) {
+        const int count = (end - panel + tiles - 1) / tiles;
+        tile_panels<kDtype, kRows, kWide>(count, w, a, lda, out, m0, panel);
+        panel += count;
+    }
 }
 
 template <int kDtype>
@@ -116,7 +127,7 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
     for (int panel = begin; panel < end; panel += block)
         for (int t = 0, m = 0; t < tiles; ++t) {
             const int n = (n_rows - m + tiles - t - 1) / (tiles - t);
-            tile_row<kDtype, kTileRows>(n, w, a, lda, out, m, panel, end < panel + block ? end : panel + block);
+            tile_rows<kDtype, kTileRows>(n, w, a, lda, out, m, panel, end < panel + block ? end : panel + block);
             m += n;
         }
 }
@@ -149,7 +160,7 @@ float tree_sum(V v) {
 
 // e^x for x <= 0 (Cephes-style range reduction, degree-6 polynomial, about 2 ulp); below e^-41 (2^-60) it is 0, so that
 // products with finite values never underflow and adding a masked position never changes a sum, not even its sign.
-V exp_negative(V x) {
+__attribute__((always_inline)) inline V exp_negative(V x) {
     const V lowest = V::set1(-80.0f), magic = V::set1(12582912.0f);  // 1.5 * 2^23: rounds to an integer in the low bits
     const V clamped = max(x, lowest);
     const V t = fma(clamped, V::set1(1.44269504088896341f), magic);
@@ -190,7 +201,7 @@ void swiglu(float* gate, const float* up, int n) {
     for (int i = 0; i < n; i += kPanel) {
         const V g = V::load(gate + i);
         const V e = exp_negative(max(g, V::zero() - g) * V::set1(-1.0f));
-        const V sigmoid = select_negative(g, e / (one + e), one / (one + e));
+        const V sigmoid = select_negative(g, e, one) / (one + e);
         (g * sigmoid * V::load(up + i)).store(gate + i);
     }
 }
