@@ -2,6 +2,7 @@
 // Runs under TSan too.
 #include <atomic>
 #include <thread>
+#include <utility>
 
 #include "check.h"
 #include "tiny_model.h"
@@ -55,6 +56,19 @@ void test_team_sizes(const std::string& path) {
     }
 }
 
+// Prompts long enough that threads share out rows: alone, in parts, and beside a call with few rows.
+void test_many_rows(const std::string& path) {
+    const std::vector<int32_t> prompt = prompt_of(90, 4);
+    std::vector<int32_t> first;
+    for (const auto& [threads, chunk] : {std::pair{1, 7}, {1, 96}, {2, 96}, {3, 96}, {4, 96}}) {
+        Model* model = load_model(path, options_of(threads, chunk));
+        const std::vector<int32_t> found = generate(model, prompt.data(), prompt.size(), sampled(7, 4)).tokens;
+        if (first.empty()) first = found;
+        CHECK(found == first);
+        free_model(model);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -62,5 +76,6 @@ int main() {
     const File file;
     test_overlap_is_refused(file.path());
     test_team_sizes(file.path());
+    test_many_rows(file.path());
     return finish();
 }

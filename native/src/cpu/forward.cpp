@@ -12,7 +12,8 @@ using namespace tinyloop::cpu;
 
 namespace {
 
-constexpr int kHeadRows = 32;  // rows of logits computed at a time
+constexpr int kHeadRows = 32;   // rows of logits computed at a time
+constexpr int kGatePanels = 8;  // of the gated block, where one thread has many rows: gate and up stay in L2
 
 const Kernels* level_of(const char* name) {
     const bool any = std::strcmp(name, "auto") == 0;
@@ -51,25 +52,28 @@ tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
     auto floats = [&](size_t stride) { return Buffer(static_cast<size_t>(max_rows_) * stride * sizeof(float)); };
     x_ = floats(ldx_);
     e_ = floats(ldx_);
-    normed_ = floats(ldx_);
-    pair_ = d.injection == TL_INJECT_CONCAT ? floats(2 * d.d_model) : Buffer();
+    before_ = floats(ldx_);
     qkv_ = floats(ldq_);
     attended_ = floats(lda_);
-    gate_ = floats(ldf_);
-    up_ = floats(ldf_);
-    out_ = floats(ldx_);
-    before_ = floats(ldx_);
     logits_ = Buffer(sizeof(float) * kHeadRows * weights_.head_matrix().outputs());
+    for (int i = 0; i < options.threads; ++i) desks_.push_back(desk(kPartRows));
+    desks_.push_back(desk(std::max(kOwnRows * options.threads, kHeadRows)));
     const int most_rows = std::max({max_rows_, kHeadRows, d.n_heads / d.n_kv_heads});
     for (int i = 0; i < options.threads; ++i) scratch_.emplace_back(sizeof(float) * kPanel * (256 + most_rows));
     scores_.resize(options.threads);
     projected_.resize(options.threads);
 }
 
+tl_model::Desk tl_model::desk(int rows) const {
+    auto floats = [&](size_t stride) { return Buffer(sizeof(float) * rows * stride); };
+    return {floats(ldx_), desc.injection == TL_INJECT_CONCAT ? floats(2 * static_cast<size_t>(desc.d_model)) : Buffer(),
+            floats(ldf_), floats(ldf_), desc.norm == TL_NORM_PRE ? Buffer() : floats(ldx_)};
+}
+
 uint64_t tl_model::bytes() const {
     uint64_t total = weights_.bytes();
-    for (const Buffer* b : {&x_, &e_, &before_, &normed_, &pair_, &qkv_, &attended_, &gate_, &up_, &out_, &logits_})
-        total += b->bytes();
+    for (const Buffer* b : {&x_, &e_, &before_, &qkv_, &attended_, &logits_}) total += b->bytes();
+    for (const Desk& d : desks_) total += d.bytes();
     for (const Buffer& b : scratch_) total += b.bytes();
     for (const auto* buffers : {&scores_, &projected_})
         for (const Buffer& b : *buffers) total += b.bytes();
@@ -89,6 +93,7 @@ void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row*
     for (int i = 0; i < n_rows; ++i) {
         steps_needed = std::max(steps_needed, rows[i].loop_end - rows[i].loop_begin);
         call.adaptive = call.adaptive || rows[i].exit_threshold > 0;
+        call.appends_kv = call.appends_kv || !caches[rows[i].cache]->holds_inputs();
         call.loops_run.push_back(rows[i].loop_end);
     }
     call.left.assign(static_cast<size_t>(n_rows), 0);
@@ -155,91 +160,135 @@ void tl_model::begin_core(const Call& call, int id) {
 void tl_model::inject(const Plan& plan, int id) {
     if (desc.injection == TL_INJECT_NONE) return;
     const int d = desc.d_model;
-    const auto [begin, end] = share(static_cast<int>(plan.rows.size()), id, pool_.threads());
-    for (int m = begin; m < end; ++m) {
-        float* x = x_.as<float>() + static_cast<size_t>(plan.rows[m]) * ldx_;
-        const float* e = e_.as<float>() + static_cast<size_t>(plan.rows[m]) * ldx_;
-        if (desc.injection == TL_INJECT_ADD) {
-            kernels->add(e, d, x);
-        } else {
-            float* pair = pair_.as<float>() + static_cast<size_t>(m) * 2 * d;
-            std::memcpy(pair, x, sizeof(float) * d);
-            std::memcpy(pair + d, e, sizeof(float) * d);
-            std::memset(x, 0, sizeof(float) * ldx_);
+    each_part(plan, id, [&](const Part& part) {
+        const auto [begin, end] = mine(part, part.count, id);
+        float* pairs = desk_of(part, id).pair.as<float>();
+        for (int m = begin; m < end; ++m) {
+            float* x = row_of(x_, plan, part.first + m);
+            const float* e = row_of(e_, plan, part.first + m);
+            if (desc.injection == TL_INJECT_ADD) {
+                kernels->add(e, d, x);
+            } else {
+                float* pair = pairs + static_cast<size_t>(m) * 2 * d;
+                std::memcpy(pair, x, sizeof(float) * d);
+                std::memcpy(pair + d, e, sizeof(float) * d);
+                std::memset(x, 0, sizeof(float) * ldx_);
+            }
         }
-    }
+        if (desc.injection == TL_INJECT_ADD) return;
+        meet(part);
+        const auto [first, last] = mine(part, weights_.inject.panels(), id);
+        kernels->product(weights_.inject.view(), {pairs, 2 * d}, part.count, x_.as<float>(), ldx_,
+                         plan.rows.data() + part.first, Put::add, first, last, scratch_[id].as<float>());
+    });
     pool_.barrier();
-    if (desc.injection == TL_INJECT_CONCAT)
-        project(weights_.inject, {pair_.as<float>(), 2 * d}, plan, nullptr, 0, true, id);
 }
 
 // ---------------------------------------------------------------- one layer
 
 void tl_model::layer(const Call& call, const Plan& plan, int index, Visits visits, int id) {
     const LayerWeights& w = weights_.layers[index];
-    const bool plain = desc.norm == TL_NORM_PRE;
     if (id == 0) steps.fetch_add(1, std::memory_order_relaxed);
 
-    normed_input(plan, w.attn_norm, id);
-    project(w.qkv, {normed_.as<float>(), ldx_}, plan, qkv_.as<float>(), ldq_, false, id);
-    position_and_append(call, plan, w, visits, id);
+    each_part(plan, id, [&](const Part& part) { project_heads(call, plan, part, w, visits, id); });
+    if (id == 0) pool_.reset_next();
+    pool_.barrier();
     attention(call, plan, w, visits, id);
-    project(w.wo, {attended_.as<float>(), lda_}, plan, out_.as<float>(), ldx_, plain, id);
-    residual(plan, w.attn_post_norm, id);
-
-    normed_input(plan, w.ffn_norm, id);
-    const int n = static_cast<int>(plan.rows.size());
-    const auto [begin, end] = share(w.w_gate.panels(), id, pool_.threads());
-    float* scratch = scratch_[id].as<float>();
-    kernels->product(w.w_gate.view(), {normed_.as<float>(), ldx_}, n, gate_.as<float>(), ldf_, nullptr, Put::store,
-                     begin, end, scratch);
-    kernels->product(w.w_up.view(), {normed_.as<float>(), ldx_}, n, up_.as<float>(), ldf_, nullptr, Put::store, begin,
-                     end, scratch);
-    for (int m = 0; m < n && begin < end; ++m) {
-        const size_t at = static_cast<size_t>(m) * ldf_ + begin * kPanel;
-        kernels->swiglu(gate_.as<float>() + at, up_.as<float>() + at, (end - begin) * kPanel);
-    }
-    pool_.barrier();
-    project(w.w_down, {gate_.as<float>(), ldf_}, plan, out_.as<float>(), ldx_, plain, id);
-    residual(plan, w.ffn_post_norm, id);
-}
-
-// normed[m] = norm(x[row m]), or x itself where the placement has no norm before.
-void tl_model::normed_input(const Plan& plan, const Vector& norm, int id) {
-    const auto [begin, end] = share(static_cast<int>(plan.rows.size()), id, pool_.threads());
-    for (int m = begin; m < end; ++m) {
-        const float* x = x_.as<float>() + static_cast<size_t>(plan.rows[m]) * ldx_;
-        float* y = normed_.as<float>() + static_cast<size_t>(m) * ldx_;
-        if (norm.empty())
-            std::memcpy(y, x, sizeof(float) * ldx_);
-        else
-            kernels->rmsnorm(x, norm.data(), desc.norm_eps, desc.d_model, y);
-    }
+    each_part(plan, id, [&](const Part& part) { finish_layer(plan, part, w, id); });
     pool_.barrier();
 }
 
-// c[m] = w a[m], or x[row m] += w a[m].
-void tl_model::project(const Matrix& w, const Activations& a, const Plan& plan, float* c, int ldc, bool to_x, int id) {
-    const auto [begin, end] = share(w.panels(), id, pool_.threads());
-    const int n = static_cast<int>(plan.rows.size());
-    if (begin < end) {
-        float* scratch = scratch_[id].as<float>();
-        if (to_x)
-            kernels->product(w.view(), a, n, x_.as<float>(), ldx_, plan.rows.data(), Put::add, begin, end, scratch);
-        else
-            kernels->product(w.view(), a, n, c, ldc, nullptr, Put::store, begin, end, scratch);
-    }
-    pool_.barrier();
+// Queries, keys and values of a part's rows. A thread takes whole heads, so that it can go on with them by itself;
+// only where that would leave some threads far fewer panels does it wait for the others first.
+void tl_model::project_heads(const Call& call, const Plan& plan, const Part& part, const LayerWeights& w, Visits visits,
+                             int id) {
+    const float* x = normed(plan, part, w.attn_norm, id);
+    // Where caches hold inputs, keys and values come from those, for this row too.
+    const int heads = desc.n_heads + (call.appends_kv ? 2 * desc.n_kv_heads : 0), per_head = head_dim_ / kPanel;
+    const Share own = mine(part, heads, id);
+    const bool by_head = part.alone || heads % pool_.threads() == 0 || heads >= 4 * pool_.threads();
+    const Share panels = by_head ? Share{own.begin * per_head, own.end * per_head} : mine(part, heads * per_head, id);
+    kernels->product(w.qkv.view(), {x, ldx_}, part.count, qkv_.as<float>() + static_cast<size_t>(part.first) * ldq_,
+                     ldq_, nullptr, Put::store, panels.begin, panels.end, scratch_[id].as<float>());
+    if (!by_head) pool_.barrier();
+    append(call, plan, part, w, visits, x, own);
 }
 
-// Adds the block's output to x, with the norm after it where the placement has one. "pre" has added it already.
-void tl_model::residual(const Plan& plan, const Vector& post_norm, int id) {
-    if (desc.norm == TL_NORM_PRE) return;
+// Biases, norms and rotates the queries and keys of `heads`, and appends what the cache holds of each row.
+void tl_model::append(const Call& call, const Plan& plan, const Part& part, const LayerWeights& w, Visits visits,
+                      const float* normed, Share heads) {
+    const int queries = desc.n_heads, kv = desc.n_kv_heads, hd = desc.head_dim;
+    for (int m = 0; m < part.count && heads.begin < heads.end; ++m) {
+        const int at = part.first + m;
+        const tl_row& row = call.rows[plan.rows[at]];
+        const tl_cache& cache = *call.caches[row.cache];
+        const int visit = visits.at(plan.loops[at]);
+        if (cache.holds_inputs() && heads.begin == 0)
+            cache.append_input(visit, row.slot, row.position, normed + static_cast<size_t>(m) * ldx_);
+        for (int i = heads.begin; i < heads.end; ++i) {
+            const bool is_query = i < queries, is_value = i >= queries + kv;
+            if (!is_query && cache.holds_inputs()) break;
+            const int number = is_query ? i : is_value ? i - queries - kv : i - queries;
+            float* head = qkv_.as<float>() + static_cast<size_t>(at) * ldq_ + static_cast<size_t>(i) * head_dim_;
+            const Vector& bias = is_query ? w.q_bias : is_value ? w.v_bias : w.k_bias;
+            if (!bias.empty()) kernels->add(bias.data() + static_cast<size_t>(number) * head_dim_, hd, head);
+            if (is_value) {
+                cache.append_value(visit, number, row.slot, head, *kernels);
+                continue;
+            }
+            const Vector& norm = is_query ? w.q_norm : w.k_norm;
+            if (!norm.empty()) kernels->rmsnorm(head, norm.data(), desc.norm_eps, hd, head);
+            rotate(head, row.position);
+            if (!is_query) cache.append_key(visit, number, row.slot, head, *kernels);
+        }
+    }
+}
+
+// What follows attention: its output, then the gated block, each added to x.
+void tl_model::finish_layer(const Plan& plan, const Part& part, const LayerWeights& w, int id) {
+    Desk& desk = desk_of(part, id);
+    take_in(plan, part, w.wo, {attended_.as<float>() + static_cast<size_t>(part.first) * lda_, lda_}, w.attn_post_norm,
+            desk, id);
+    meet(part);
+    gated(part, w, normed(plan, part, w.ffn_norm, id), desk, id);
+    meet(part);
+    take_in(plan, part, w.w_down, {desk.gate.as<float>(), ldf_}, w.ffn_post_norm, desk, id);
+}
+
+// gate = silu(gate) * up. Of many rows a few panels at a time, while they are in the cache.
+void tl_model::gated(const Part& part, const LayerWeights& w, const float* normed, Desk& desk, int id) {
+    const auto [begin, end] = mine(part, w.w_gate.panels(), id);
+    float *gate = desk.gate.as<float>(), *up = desk.up.as<float>(), *scratch = scratch_[id].as<float>();
+    for (int first = begin, last; first < end; first = last) {
+        last = part.alone ? std::min(first + kGatePanels, end) : end;
+        kernels->product(w.w_gate.view(), {normed, ldx_}, part.count, gate, ldf_, nullptr, Put::store, first, last,
+                         scratch);
+        kernels->product(w.w_up.view(), {normed, ldx_}, part.count, up, ldf_, nullptr, Put::store, first, last,
+                         scratch);
+        for (int m = 0; m < part.count; ++m) {
+            const size_t at = static_cast<size_t>(m) * ldf_ + first * kPanel;
+            kernels->swiglu(gate + at, up + at, (last - first) * kPanel);
+        }
+    }
+}
+
+// Adds w a[m] to x, with the norm after it where the placement has one.
+void tl_model::take_in(const Plan& plan, const Part& part, const Matrix& w, Activations a, const Vector& post_norm,
+                       Desk& desk, int id) {
     const int d = desc.d_model;
-    const auto [begin, end] = share(static_cast<int>(plan.rows.size()), id, pool_.threads());
+    const auto [first, last] = mine(part, w.panels(), id);
+    float* scratch = scratch_[id].as<float>();
+    if (desc.norm == TL_NORM_PRE) {
+        kernels->product(w.view(), a, part.count, x_.as<float>(), ldx_, plan.rows.data() + part.first, Put::add, first,
+                         last, scratch);
+        return;
+    }
+    kernels->product(w.view(), a, part.count, desk.out.as<float>(), ldx_, nullptr, Put::store, first, last, scratch);
+    meet(part);
+    const auto [begin, end] = mine(part, part.count, id);
     for (int m = begin; m < end; ++m) {
-        float* x = x_.as<float>() + static_cast<size_t>(plan.rows[m]) * ldx_;
-        float* out = out_.as<float>() + static_cast<size_t>(m) * ldx_;
+        float* x = row_of(x_, plan, part.first + m);
+        float* out = desk.out.as<float>() + static_cast<size_t>(m) * ldx_;
         if (desc.norm == TL_NORM_SANDWICH) {
             kernels->rmsnorm(out, post_norm.data(), desc.norm_eps, d, out);
             kernels->add(out, d, x);
@@ -248,7 +297,23 @@ void tl_model::residual(const Plan& plan, const Vector& post_norm, int id) {
             kernels->rmsnorm(x, post_norm.data(), desc.norm_eps, d, x);
         }
     }
-    pool_.barrier();
+}
+
+// The part's rows of x, normed: (part.count, ldx). x itself where the placement has no norm before.
+const float* tl_model::normed(const Plan& plan, const Part& part, const Vector& norm, int id) {
+    const bool by_itself = part.alone || part.count <= kFewRows;
+    float* rows = (by_itself ? desks_[id] : desks_.back()).normed.as<float>();
+    const auto [begin, end] = by_itself ? Share{0, part.count} : mine(part, part.count, id);
+    for (int m = begin; m < end; ++m) {
+        const float* x = row_of(x_, plan, part.first + m);
+        float* y = rows + static_cast<size_t>(m) * ldx_;
+        if (norm.empty())
+            std::memcpy(y, x, sizeof(float) * ldx_);
+        else
+            kernels->rmsnorm(x, norm.data(), desc.norm_eps, desc.d_model, y);
+    }
+    if (!by_itself) pool_.barrier();
+    return rows;
 }
 
 void tl_model::norm_in_place(const Plan& plan, const Vector& weight, int id) {
@@ -258,39 +323,6 @@ void tl_model::norm_in_place(const Plan& plan, const Vector& weight, int id) {
         float* x = x_.as<float>() + static_cast<size_t>(plan.rows[m]) * ldx_;
         kernels->rmsnorm(x, weight.data(), desc.norm_eps, desc.d_model, x);
     }
-    pool_.barrier();
-}
-
-// Biases, norms and rotates queries and keys, and appends what the cache holds of each row.
-void tl_model::position_and_append(const Call& call, const Plan& plan, const LayerWeights& w, Visits visits, int id) {
-    const int heads = desc.n_heads, kv = desc.n_kv_heads, hd = desc.head_dim;
-    const int per_row = heads + 2 * kv;
-    const auto [begin, end] = share(static_cast<int>(plan.rows.size()) * per_row, id, pool_.threads());
-    for (int task = begin; task < end; ++task) {
-        const int m = task / per_row, part = task % per_row;
-        const tl_row& row = call.rows[plan.rows[m]];
-        const tl_cache& cache = *call.caches[row.cache];
-        const int visit = visits.at(plan.loops[m]);
-        float* head = qkv_.as<float>() + static_cast<size_t>(m) * ldq_ + static_cast<size_t>(part) * head_dim_;
-        const bool is_query = part < heads, is_value = part >= heads + kv;
-        const int number = is_query ? part : is_value ? part - heads - kv : part - heads;
-        if (!is_query && cache.holds_inputs()) {  // keys and values come from the stored input, for this row too
-            if (part == heads)
-                cache.append_input(visit, row.slot, row.position, normed_.as<float>() + static_cast<size_t>(m) * ldx_);
-            continue;
-        }
-        const Vector& bias = is_query ? w.q_bias : is_value ? w.v_bias : w.k_bias;
-        if (!bias.empty()) kernels->add(bias.data() + static_cast<size_t>(number) * head_dim_, hd, head);
-        if (is_value) {
-            cache.append_value(visit, number, row.slot, head, *kernels);
-            continue;
-        }
-        const Vector& norm = is_query ? w.q_norm : w.k_norm;
-        if (!norm.empty()) kernels->rmsnorm(head, norm.data(), desc.norm_eps, hd, head);
-        rotate(head, row.position);
-        if (!is_query) cache.append_key(visit, number, row.slot, head, *kernels);
-    }
-    if (id == 0) pool_.reset_next();
     pool_.barrier();
 }
 
@@ -312,27 +344,16 @@ void tl_model::save_states(const Call& call, int id) {
 void tl_model::head(const Call& call, int id) {
     const Matrix& matrix = weights_.head_matrix();
     const int total = static_cast<int>(call.head.rows.size()), ldl = matrix.outputs(), vocab = desc.vocab_size;
-    for (int first = 0; first < total; first += kHeadRows) {
-        const int n = std::min(kHeadRows, total - first);
-        const auto [begin, end] = share(n, id, pool_.threads());
-        for (int m = begin; m < end; ++m) {
-            const float* x = x_.as<float>() + static_cast<size_t>(call.head.rows[first + m]) * ldx_;
-            float* y = normed_.as<float>() + static_cast<size_t>(m) * ldx_;
-            if (weights_.final_norm.empty())
-                std::memcpy(y, x, sizeof(float) * ldx_);
-            else
-                kernels->rmsnorm(x, weights_.final_norm.data(), desc.norm_eps, desc.d_model, y);
-        }
-        pool_.barrier();
-        const auto [p0, p1] = share(matrix.panels(), id, pool_.threads());
-        if (p0 < p1)
-            kernels->product(matrix.view(), {normed_.as<float>(), ldx_}, n, logits_.as<float>(), ldl, nullptr,
-                             Put::store, p0, p1, scratch_[id].as<float>());
-        pool_.barrier();
-        for (int m = begin; m < end; ++m) {
+    const auto [first, last] = share(matrix.panels(), id, pool_.threads());
+    for (int row = 0; row < total; row += kHeadRows) {
+        const Part part{row, std::min(kHeadRows, total - row), false};
+        const float* x = normed(call.head, part, weights_.final_norm, id);
+        kernels->product(matrix.view(), {x, ldx_}, part.count, logits_.as<float>(), ldl, nullptr, Put::store, first,
+                         last, scratch_[id].as<float>());
+        for (int m = 0; m < part.count; ++m) {  // its own columns: nothing to wait for
             const float* from = logits_.as<float>() + static_cast<size_t>(m) * ldl;
-            float* to = call.logits + static_cast<size_t>(first + m) * vocab;
-            for (int v = 0; v < vocab; ++v) to[v] = from[v] * desc.logit_scale;
+            float* to = call.logits + static_cast<size_t>(row + m) * vocab;
+            for (int v = first * kPanel; v < std::min(last * kPanel, vocab); ++v) to[v] = from[v] * desc.logit_scale;
         }
         pool_.barrier();
     }

@@ -1,5 +1,7 @@
 // The CPU backend's forward pass. All threads run it together (pool.h): each phase shares out rows or panels, and a
-// barrier stands between a phase and the one that reads its results.
+// barrier stands between a phase and the one that reads its results. Few rows: every thread takes some panels of each
+// matrix for all rows, so that weights are read once. Many rows: every thread takes some of the rows through whole
+// matrices, which needs barriers only around attention.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -15,6 +17,9 @@
 namespace tinyloop::cpu {
 
 inline constexpr int kScoreRows = 32;  // (row, query head) pairs that one attention task handles
+inline constexpr int kFewRows = 4;     // up to so many, every thread norms all rows itself: cheaper than a barrier
+inline constexpr int kOwnRows = 24;    // from so many rows a thread on, rows are shared out, not panels (measured)
+inline constexpr int kPartRows = 96;  // most rows that a thread takes at once: what products read of them stays near L2
 
 struct Share {
     int begin, end;
@@ -48,6 +53,15 @@ struct tl_model {
         std::vector<int32_t> loops;  // per row: the core iteration, 0 elsewhere
         std::vector<Group> groups;
     };
+    struct Part {  // the rows of a plan that a phase handles at once
+        int first, count;
+        bool alone;  // by this thread alone, all panels; else by all threads, each some panels
+    };
+    struct Desk {  // work space for the rows of a part, (rows, stride)
+        tinyloop::cpu::Buffer normed, pair, gate, up, out;
+        int turn = 0;  // of a thread: the phases of parts so far
+        size_t bytes() const { return normed.bytes() + pair.bytes() + gate.bytes() + up.bytes() + out.bytes(); }
+    };
     struct Visits {  // which visit of a cache (cache.h) a layer is: first + loop * per_loop
         int first, per_loop;
         int at(int loop) const { return first + loop * per_loop; }
@@ -61,6 +75,7 @@ struct tl_model {
         Plan fresh;              // start at the embedding
         std::vector<Plan> core;  // per step
         Plan coda, head;
+        bool appends_kv = false;         // some row's cache holds keys and values
         bool adaptive = false;           // some row may stop looping early
         std::vector<int32_t> loops_run;  // per row
         std::vector<uint8_t> left;       // per row: has stopped looping early
@@ -74,12 +89,31 @@ struct tl_model {
     void begin_core(const Call& call, int id);
     void inject(const Plan& plan, int id);
     void layer(const Call& call, const Plan& plan, int index, Visits visits, int id);
-    void position_and_append(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, Visits visits,
-                             int id);
-    void residual(const Plan& plan, const tinyloop::cpu::Vector& post_norm, int id);
-    void normed_input(const Plan& plan, const tinyloop::cpu::Vector& norm, int id);
-    void project(const tinyloop::cpu::Matrix& w, const tinyloop::cpu::Activations& a, const Plan& plan, float* c,
-                 int ldc, bool to_x, int id);
+    void project_heads(const Call& call, const Plan& plan, const Part& part, const tinyloop::cpu::LayerWeights& w,
+                       Visits visits, int id);
+    void append(const Call& call, const Plan& plan, const Part& part, const tinyloop::cpu::LayerWeights& w,
+                Visits visits, const float* normed, tinyloop::cpu::Share heads);
+    void finish_layer(const Plan& plan, const Part& part, const tinyloop::cpu::LayerWeights& w, int id);
+    void gated(const Part& part, const tinyloop::cpu::LayerWeights& w, const float* normed, Desk& desk, int id);
+    void take_in(const Plan& plan, const Part& part, const tinyloop::cpu::Matrix& w, tinyloop::cpu::Activations a,
+                 const tinyloop::cpu::Vector& post_norm, Desk& desk, int id);
+    const float* normed(const Plan& plan, const Part& part, const tinyloop::cpu::Vector& norm, int id);
+
+    template <class F>
+    void each_part(const Plan& plan, int id, F f);
+    Desk desk(int rows) const;
+    Desk& desk_of(const Part& part, int id) { return part.alone ? desks_[id] : desks_.back(); }
+    // What of `count` things a thread does of a part.
+    tinyloop::cpu::Share mine(const Part& part, int count, int id) const {
+        return part.alone ? tinyloop::cpu::Share{0, count} : tinyloop::cpu::share(count, id, pool_.threads());
+    }
+    void meet(const Part& part) {
+        if (!part.alone) pool_.barrier();
+    }
+    float* row_of(const tinyloop::cpu::Buffer& rows, const Plan& plan, int m) const {
+        return rows.as<float>() + static_cast<size_t>(plan.rows[m]) * ldx_;
+    }
+
     void norm_in_place(const Plan& plan, const tinyloop::cpu::Vector& weight, int id);
     void remember(const Plan& plan, int id);
     void leave_early(Call& call, size_t step, int id);
@@ -102,12 +136,14 @@ struct tl_model {
     tinyloop::cpu::Pool pool_;
     tinyloop::cpu::Weights weights_;
     const int max_rows_;
-    const int ldx_, head_dim_, ldq_, lda_, ldf_;  // row strides, padded to 16; head_dim_ padded too
-    tinyloop::cpu::Buffer x_, e_, before_, normed_, pair_, qkv_, attended_, gate_, up_, out_,
-        logits_;                                  // (max_rows, stride)
-    std::vector<float> angles_;                   // (positions so far, head_dim / 2) pairs of cos, sin
-    std::vector<tinyloop::cpu::Buffer> scratch_;  // per thread, for products
-    std::vector<tinyloop::cpu::Buffer> scores_;   // per thread, (kScoreRows, longest cache)
+    const int ldx_, head_dim_, ldq_, lda_, ldf_;             // row strides, padded to 16; head_dim_ padded too
+    tinyloop::cpu::Buffer x_, e_, before_, qkv_, attended_;  // (max_rows, stride); the last two by a plan's order
+    tinyloop::cpu::Buffer logits_;                           // (kHeadRows, outputs of the head)
+    std::vector<Desk> desks_;                                // per thread, then the team's
+    std::atomic<int> next_part_[2] = {0, 0};                 // of this phase of parts and of the next one
+    std::vector<float> angles_;                              // (positions so far, head_dim / 2) pairs of cos, sin
+    std::vector<tinyloop::cpu::Buffer> scratch_;             // per thread, for products
+    std::vector<tinyloop::cpu::Buffer> scores_;              // per thread, (kScoreRows, longest cache)
     std::vector<tinyloop::cpu::Buffer>
         projected_;  // per thread, keys and values of one head, for caches that hold inputs
 };
@@ -132,4 +168,22 @@ tl_model::Plan tl_model::plan(const Call& call, int step, Wanted wanted) const {
         out.loops.push_back(loop);
     }
     return out;
+}
+
+// Calls f(part) until all rows of the plan are done; all threads call it. Between two calls stands a barrier, so each
+// can ready the other's counter.
+template <class F>
+void tl_model::each_part(const Plan& plan, int id, F f) {
+    const int n = static_cast<int>(plan.rows.size()), threads = pool_.threads();
+    if (n < tinyloop::cpu::kOwnRows * threads) {
+        f(Part{0, n, false});
+        return;
+    }
+    const int turn = desks_[id].turn++;
+    if (id == 0) next_part_[(turn + 1) % 2].store(0, std::memory_order_relaxed);
+    const int most = threads * tinyloop::cpu::kPartRows, parts = threads * ((n + most - 1) / most);
+    for (int i; (i = next_part_[turn % 2].fetch_add(1, std::memory_order_relaxed)) < parts;) {
+        const auto [begin, end] = tinyloop::cpu::share(n, i, parts);
+        f(Part{begin, end - begin, true});
+    }
 }

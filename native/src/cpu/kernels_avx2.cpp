@@ -8,7 +8,9 @@
 namespace tinyloop::cpu {
 namespace {
 
-constexpr int kTile = 6;  // 12 accumulators, 2 weights, 1 activation: 15 of 16 registers
+constexpr int kTileRows = 6, kAccumulators = 6;  // 12 registers of sums, 2 of weights, 1 activation: 15 of 16
+
+alignas(32) constexpr int32_t kUpper[8] = {-65536, -65536, -65536, -65536, -65536, -65536, -65536, -65536};
 
 struct V {
     __m256 low, high;
@@ -29,11 +31,28 @@ struct V {
             return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
                     _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
         }
-        const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-        const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + 1);
-        if constexpr (kDtype == TL_F16) return {_mm256_cvtph_ps(a), _mm256_cvtph_ps(b)};
-        return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)),
-                _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(b), 16))};
+        if constexpr (kDtype == TL_BF16) {  // as pairs: the even ones first, then the odd ones
+            const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+            const int32_t* mask = kUpper;
+            __asm__("" : "+r"(mask));  // read where it is used: a register for it would be one too many
+            return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
+                    _mm256_castsi256_ps(_mm256_and_si256(pairs, *reinterpret_cast<const __m256i*>(mask)))};
+        }
+        const __m128i* halves = reinterpret_cast<const __m128i*>(from);
+        return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+    }
+    template <int kDtype>
+    V to_order() const {
+        if constexpr (kDtype != TL_BF16) return *this;
+        const __m256 first = _mm256_unpacklo_ps(low, high), second = _mm256_unpackhi_ps(low, high);
+        return {_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31)};
+    }
+    template <int kDtype>
+    V from_order() const {
+        if constexpr (kDtype != TL_BF16) return *this;
+        const __m256 even = _mm256_shuffle_ps(low, high, 0x88), odd = _mm256_shuffle_ps(low, high, 0xDD);
+        const auto middle = [](__m256 x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xD8)); };
+        return {middle(even), middle(odd)};
     }
     void store_half(uint16_t* to) const {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), half(low));

@@ -11,7 +11,7 @@
 namespace tinyloop::cpu {
 namespace {
 
-constexpr int kTile = 12;
+constexpr int kTileRows = 12, kAccumulators = 24;  // 24 registers of sums, 2 of weights, 1 activation: 27 of 32
 
 struct V {
     __m512 all;
@@ -29,6 +29,14 @@ struct V {
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
         if constexpr (kDtype == TL_F16) return {_mm512_cvtph_ps(raw)};
         return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+    }
+    template <int>
+    V to_order() const {
+        return *this;
+    }
+    template <int>
+    V from_order() const {
+        return *this;
     }
     void store_half(uint16_t* to) const {
         const __m512 clamped = _mm512_min_ps(_mm512_max_ps(all, _mm512_set1_ps(-65504.0f)), _mm512_set1_ps(65504.0f));

@@ -3,28 +3,68 @@
 // a shared header: the linker could pick the wide copy for a narrow machine.
 //
 // V needs: zero, set1, load, store, fma(a, b, c) = a * b + c fused, +, -, *, /, max, select_ge(x, bound) (x where
-// x >= bound else 0), pow2_scale(p, t), load_as<dtype>, store_half. kTile = accumulators that fit the registers.
+// x >= bound else 0), pow2_scale(p, t), store_half, load_as<dtype> (16 weights, in whatever order is cheapest) with
+// to_order<dtype> and from_order<dtype> (between the outputs' order and that one). kTileRows = the most rows of a tile;
+// kAccumulators = sums that fit the registers beside the weights and the activations.
 
-constexpr int kDirectTiles = 3;  // up to so many tiles of rows, converting again costs less than unpacking (measured)
-constexpr int kChunk = 256;      // inputs per unpacked chunk: 16 KiB of floats, half of L1
+constexpr size_t kBlock =
+    128 << 10;                // bytes of weights that all tiles of rows use before the next are read: stay in L2
+constexpr int kAhead = 2048;  // bytes that weights are fetched ahead; less leaves four and more rows waiting
 
 template <int kDtype>
 constexpr size_t element_bytes() {
     return kDtype == TL_F32 ? 4 : kDtype == kInt8 ? 1 : 2;
 }
 
-// Adds a[m][k] * w[p][k] to kRows x kPanels accumulators, k in order.
+// How many panels a tile of `rows` takes. Few rows need several, so that enough sums are under way to hide the latency
+// of the multiply-add and enough streams to fill the memory's. With 6 accumulators, 3 rows and 2 panels would need a
+// register more than there are.
+constexpr int panels_of(int rows) {
+    const int fit = kAccumulators / rows;
+    return kAccumulators == 6 && rows == 3 ? 1 : fit < 1 ? 1 : fit > 6 ? 6 : fit;
+}
+
+// Adds a[m][k] * w[p][k] to kRows x kPanels accumulators, k in order. Weights are converted in registers: the
+// conversions run beside the multiply-adds, which makes them cheaper than unpacking even for many rows.
 template <int kDtype, int kRows, int kPanels>
 inline void tile(const char* w, size_t panel_bytes, const float* a, int lda, int inputs, V (&sum)[kRows][kPanels]) {
-    for (int k = 0; k < inputs; ++k)
+    constexpr int kStep = kPanel * static_cast<int>(element_bytes<kDtype>());
+    const auto weight = [&](int p, int k) {
+        return V::load_as<kDtype>(w + p * panel_bytes + static_cast<size_t>(k) * kStep);
+    };
+    const auto step = [&](int k) {
+        // Whichever there is more of passes through one register.
+        if constexpr (kRows > kPanels) {
+            V weights[kPanels];
 #pragma GCC unroll 16
-        for (int p = 0; p < kPanels; ++p) {
-            const V weight =
-                V::load_as<kDtype>(w + p * panel_bytes + static_cast<size_t>(k) * kPanel * element_bytes<kDtype>());
+            for (int p = 0; p < kPanels; ++p) weights[p] = weight(p, k);
 #pragma GCC unroll 16
-            for (int m = 0; m < kRows; ++m)
-                sum[m][p] = fma(V::set1(a[static_cast<size_t>(m) * lda + k]), weight, sum[m][p]);
+            for (int m = 0; m < kRows; ++m) {
+                const V x = V::set1(a[static_cast<size_t>(m) * lda + k]);
+#pragma GCC unroll 16
+                for (int p = 0; p < kPanels; ++p) sum[m][p] = fma(x, weights[p], sum[m][p]);
+            }
+        } else {
+            V x[kRows];
+#pragma GCC unroll 16
+            for (int m = 0; m < kRows; ++m) x[m] = V::set1(a[static_cast<size_t>(m) * lda + k]);
+#pragma GCC unroll 16
+            for (int p = 0; p < kPanels; ++p) {
+                const V one = weight(p, k);
+#pragma GCC unroll 16
+                for (int m = 0; m < kRows; ++m) sum[m][p] = fma(x[m], one, sum[m][p]);
+            }
         }
+    };
+    int k = 0;
+    if constexpr (kPanels == 1)  // one stream that is read slowly: the processor's own prefetch starts too late
+        for (; k + 2 <= inputs; k += 2) {
+            for (int byte = 0; byte < 2 * kStep; byte += 64)
+                __builtin_prefetch(w + static_cast<size_t>(k) * kStep + kAhead + byte);
+            step(k);
+            step(k + 1);
+        }
+    for (; k < inputs; ++k) step(k);
 }
 
 struct Out {
@@ -40,115 +80,73 @@ struct Out {
     V start(int m, int panel) const { return mode == Put::go_on ? V::load(at(m, panel)) : V::zero(); }
 };
 
-// Few rows: weights are converted in registers, each used by kRows rows.
 template <int kDtype, int kRows, int kPanels>
-void direct(const Panels& w, const float* a, int lda, const Out& out, int m0, int panel) {
+void tile_of(const Panels& w, const float* a, int lda, const Out& out, int m0, int panel) {
     V sum[kRows][kPanels];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-        for (int p = 0; p < kPanels; ++p) sum[m][p] = out.start(m0 + m, panel + p);
+        for (int p = 0; p < kPanels; ++p) sum[m][p] = out.start(m0 + m, panel + p).template from_order<kDtype>();
     const size_t panel_bytes = w.panel_elements * element_bytes<kDtype>();
     tile<kDtype, kRows, kPanels>(static_cast<const char*>(w.data) + panel * panel_bytes, panel_bytes,
                                  a + static_cast<size_t>(m0) * lda, lda, w.inputs, sum);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-        for (int p = 0; p < kPanels; ++p) out.put(m0 + m, panel + p, sum[m][p]);
+        for (int p = 0; p < kPanels; ++p) out.put(m0 + m, panel + p, sum[m][p].template to_order<kDtype>());
 }
 
-template <int kDtype, int kRows>
-void direct_rows(const Panels& w, const float* a, int lda, const Out& out, int m0, int begin, int end) {
-    // Two panels and three rows would need a register more than there are: the activations are kept for both.
-    constexpr int kWide = kTile == 6 && kRows == 3 ? 1 : kTile / kRows > 0 ? kTile / kRows : 1;
-    int panel = begin;
-    for (; panel + kWide <= end; panel += kWide) direct<kDtype, kRows, kWide>(w, a, lda, out, m0, panel);
-    for (; panel < end; ++panel) direct<kDtype, kRows, 1>(w, a, lda, out, m0, panel);
-}
-
-// Many rows: a chunk of a panel is unpacked once to floats in L1 and used by all rows; sums wait in `sums` (n_rows,
-// 16).
-template <int kRows>
-void chunk_rows(const float* unpacked, int inputs, const float* a, int lda, float* sums) {
-    V sum[kRows][1];
-#pragma GCC unroll 16
-    for (int m = 0; m < kRows; ++m) sum[m][0] = V::load(sums + m * kPanel);
-    tile<TL_F32, kRows, 1>(reinterpret_cast<const char*>(unpacked), 0, a, lda, inputs, sum);
-#pragma GCC unroll 16
-    for (int m = 0; m < kRows; ++m) sum[m][0].store(sums + m * kPanel);
-}
-
-template <int kRows>
-void chunk_any(int n, const float* unpacked, int inputs, const float* a, int lda, float* sums) {
-    if constexpr (kRows > 0) {
-        if (n == kRows)
-            chunk_rows<kRows>(unpacked, inputs, a, lda, sums);
-        else
-            chunk_any<kRows - 1>(n, unpacked, inputs, a, lda, sums);
+// `n` panels from `panel` on, at most kPanels.
+template <int kDtype, int kRows, int kPanels>
+void tile_panels(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int panel) {
+    if constexpr (kPanels > 1) {
+        if (n < kPanels) return tile_panels<kDtype, kRows, kPanels - 1>(n, w, a, lda, out, m0, panel);
     }
+    tile_of<kDtype, kRows, kPanels>(w, a, lda, out, m0, panel);
 }
 
+// `n` rows from m0 on, at most kRows. The panels are divided evenly: a tile of one or two would be a slow rest.
 template <int kDtype, int kRows>
-void direct_any(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int begin, int end) {
-    if constexpr (kRows > 0) {
-        if (n == kRows)
-            direct_rows<kDtype, kRows>(w, a, lda, out, m0, begin, end);
-        else
-            direct_any<kDtype, kRows - 1>(n, w, a, lda, out, m0, begin, end);
+void tile_rows(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int begin, int end) {
+    if constexpr (kRows > 1) {
+        if (n < kRows) return tile_rows<kDtype, kRows - 1>(n, w, a, lda, out, m0, begin, end);
+    }
+    constexpr int kWide = panels_of(kRows);
+    for (int tiles = (end - begin + kWide - 1) / kWide, panel = begin; tiles > 0; --tiles) {
+        const int count = (end - panel + tiles - 1) / tiles;
+        tile_panels<kDtype, kRows, kWide>(count, w, a, lda, out, m0, panel);
+        panel += count;
     }
 }
 
 template <int kDtype>
-void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out& out, int begin, int end,
-                float* scratch) {
-    const int tiles = (n_rows + kTile - 1) / kTile;
-    if (tiles <= kDirectTiles) {
-        const int block = tiles == 1 ? end - begin : 8;  // panels that stay in L2 while all tiles use them
-        for (int panel = begin; panel < end; panel += block)
-            for (int t = 0, m = 0; t < tiles; ++t) {
-                const int n = (n_rows - m + tiles - t - 1) / (tiles - t);
-                direct_any<kDtype, kTile>(n, w, a, lda, out, m, panel, end < panel + block ? end : panel + block);
-                m += n;
-            }
-        return;
-    }
-    float* unpacked = scratch;
-    float* sums = scratch + kChunk * kPanel;
-    for (int panel = begin; panel < end; ++panel) {
-        for (int m = 0; m < n_rows; ++m) out.start(m, panel).store(sums + m * kPanel);
-        const char* source = static_cast<const char*>(w.data) + panel * w.panel_elements * element_bytes<kDtype>();
-        for (int k0 = 0; k0 < w.inputs; k0 += kChunk) {
-            const int inputs = w.inputs - k0 < kChunk ? w.inputs - k0 : kChunk;
-            const char* chunk = source + static_cast<size_t>(k0) * kPanel * element_bytes<kDtype>();
-            for (int k = 0; k < inputs; ++k)
-                V::load_as<kDtype>(chunk + static_cast<size_t>(k) * kPanel * element_bytes<kDtype>())
-                    .store(unpacked + k * kPanel);
-            int m = 0;
-            for (int t = 0; t < tiles; ++t) {
-                const int n = (n_rows - m + tiles - t - 1) / (tiles - t);
-                chunk_any<kTile>(n, unpacked, inputs, a + static_cast<size_t>(m) * lda + k0, lda, sums + m * kPanel);
-                m += n;
-            }
+void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out& out, int begin, int end) {
+    const int tiles = (n_rows + kTileRows - 1) / kTileRows;
+    const size_t panel_bytes = w.panel_elements * element_bytes<kDtype>();
+    const int block = tiles == 1 ? end - begin : panel_bytes < kBlock ? static_cast<int>(kBlock / panel_bytes) : 1;
+    for (int panel = begin; panel < end; panel += block)
+        for (int t = 0, m = 0; t < tiles; ++t) {
+            const int n = (n_rows - m + tiles - t - 1) / (tiles - t);
+            tile_rows<kDtype, kTileRows>(n, w, a, lda, out, m, panel, end < panel + block ? end : panel + block);
+            m += n;
         }
-        for (int m = 0; m < n_rows; ++m) out.put(m, panel, V::load(sums + m * kPanel));
-    }
 }
 
 void product(const Panels& w, const Activations& a, int n_rows, float* c, int ldc, const int32_t* rows, Put put,
-             int begin, int end, float* scratch) {
+             int begin, int end, float*) {
     const Out out{c, ldc, rows, put};
     switch (w.dtype) {
         case TL_F16:
-            product_as<TL_F16>(w, a.x, a.ldx, n_rows, out, begin, end, scratch);
+            product_as<TL_F16>(w, a.x, a.ldx, n_rows, out, begin, end);
             break;
         case kInt8:
-            product_as<kInt8>(w, a.x, a.ldx, n_rows, out, begin, end, scratch);
+            product_as<kInt8>(w, a.x, a.ldx, n_rows, out, begin, end);
             break;
         case TL_BF16:
-            product_as<TL_BF16>(w, a.x, a.ldx, n_rows, out, begin, end, scratch);
+            product_as<TL_BF16>(w, a.x, a.ldx, n_rows, out, begin, end);
             break;
         default:
-            product_as<TL_F32>(w, a.x, a.ldx, n_rows, out, begin, end, scratch);
+            product_as<TL_F32>(w, a.x, a.ldx, n_rows, out, begin, end);
     }
 }
 
@@ -162,7 +160,7 @@ float tree_sum(V v) {
 
 // e^x for x <= 0 (Cephes-style range reduction, degree-6 polynomial, about 2 ulp); below e^-41 (2^-60) it is 0, so that
 // products with finite values never underflow and adding a masked position never changes a sum, not even its sign.
-V exp_negative(V x) {
+__attribute__((always_inline)) inline V exp_negative(V x) {
     const V lowest = V::set1(-80.0f), magic = V::set1(12582912.0f);  // 1.5 * 2^23: rounds to an integer in the low bits
     const V clamped = max(x, lowest);
     const V t = fma(clamped, V::set1(1.44269504088896341f), magic);
@@ -203,7 +201,7 @@ void swiglu(float* gate, const float* up, int n) {
     for (int i = 0; i < n; i += kPanel) {
         const V g = V::load(gate + i);
         const V e = exp_negative(max(g, V::zero() - g) * V::set1(-1.0f));
-        const V sigmoid = select_negative(g, e / (one + e), one / (one + e));
+        const V sigmoid = select_negative(g, e, one) / (one + e);
         (g * sigmoid * V::load(up + i)).store(gate + i);
     }
 }

@@ -8,7 +8,7 @@
 namespace tinyloop::cpu {
 namespace {
 
-constexpr int kTile = 4;
+constexpr int kTileRows = 4, kAccumulators = 4;
 
 struct V {
     float lane[kPanel];
@@ -39,6 +39,14 @@ struct V {
         V v;
         for (int j = 0; j < kPanel; ++j) v.lane[j] = kDtype == TL_F16 ? half_to_float(raw[j]) : bfloat_to_float(raw[j]);
         return v;
+    }
+    template <int>
+    V to_order() const {
+        return *this;
+    }
+    template <int>
+    V from_order() const {
+        return *this;
     }
     void store_half(uint16_t* to) const {
         for (int j = 0; j < kPanel; ++j) to[j] = float_to_half(lane[j]);
