@@ -1,0 +1,197 @@
+"""Our engine against llama.cpp on the same weights, threads and context; ratios ours / theirs as one JSON
+object in the last line.
+
+    make bench-llama-cpp
+    .venv/bin/python scripts/bench/vs_llama_cpp.py [--only tiny,small] [--cases decode_b1_fp16] [--rounds 5]
+
+Looped models are unrolled for llama.cpp: a GGUF whose layers repeat the core's weights. It runs through
+the package llama-cpp-python and its batch API, with flash attention on or off, whichever is faster in the
+warm-up. Keys and values are fp16 on both sides. Before anything is timed, the logits of both are compared.
+
+decode_b1_*    one sequence, tokens 33 to 64        batch8_*, batch16_*    as many sequences in lockstep
+prefill128_*, prefill512_*    until the first token   *_fp16, *_int8, *_int4    against F16, Q8_0, Q4_0
+prefill512_fp16_vs_f32        fp16 against a GGUF in F32
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from measure import llama_cpp_peer, machine, models, ours, timing, unrolled_gguf
+from measure.llama_cpp_peer import PeerContext, PeerModel
+
+from tinyloop_serve.native import Model
+
+NAMES = ("tiny", "small", "smollm2")
+CONTEXT, STEPS = 32, 32
+
+
+class Case(NamedTuple):
+    """`lanes` sequences decode, or (0) one prompt of `prompt` tokens is prefilled."""
+
+    weights: str  # ours
+    gguf: str  # theirs
+    lanes: int = 0
+    prompt: int = 0
+
+
+CASES = {
+    "decode_b1_fp16": Case("fp16", "f16", lanes=1),
+    "batch8_fp16": Case("fp16", "f16", lanes=8),
+    "batch16_fp16": Case("fp16", "f16", lanes=16),
+    "prefill128_fp16": Case("fp16", "f16", prompt=128),
+    "prefill512_fp16": Case("fp16", "f16", prompt=512),
+    "decode_b1_int8": Case("int8", "q8_0", lanes=1),
+    "batch8_int8": Case("int8", "q8_0", lanes=8),
+    "prefill512_int8": Case("int8", "q8_0", prompt=512),
+    "decode_b1_int4": Case("int4", "q4_0", lanes=1),
+    "prefill512_fp16_vs_f32": Case("fp16", "f32", prompt=512),
+}
+# How far the logits may be apart, as a share of their standard deviation: the same model gives about a tenth
+# of this (both sides round activations or sums differently), another model or a wrong layout about 1.4.
+AGREE = {"f32": 0.02, "f16": 0.05}
+
+
+class Measured(NamedTuple):
+    ours: timing.Rate
+    theirs: timing.Rate
+    flash_attention: bool
+
+
+def main() -> None:
+    options = arguments()
+    report: dict[str, Any] = {"machine": machine.report(options.threads)}
+    llama_cpp_peer.start()
+    rates: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder = Path(options.folder or temporary)
+        for name in options.only:
+            found = dict(run_model(name, folder, Path(temporary), options))
+            rates[name] = {case: measured_json(one) for case, one in found.items()}
+            report[name] = {
+                case: round(one.ours.median / one.theirs.median, 3) for case, one in found.items()
+            }
+    report["tokens_per_second"] = rates
+    for name in options.only:
+        for case, ratio in report[name].items():
+            one = rates[name][case]
+            print(
+                f"{name:8} {case:24} {ratio:5.2f}x   ours {one['ours']:8.1f}   llama.cpp {one['theirs']:8.1f}"
+            )
+    print(json.dumps(report))
+
+
+def arguments() -> argparse.Namespace:
+    def names_of(known: Any) -> Callable[[str], list[str]]:
+        def parse(text: str) -> list[str]:
+            if unknown := [name for name in text.split(",") if name not in known]:
+                raise argparse.ArgumentTypeError(f"{unknown[0]!r}: one of {', '.join(known)}")
+            return text.split(",")
+
+        return parse
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", type=names_of(NAMES), default=list(NAMES), help="models, by comma")
+    parser.add_argument("--cases", type=names_of(CASES), default=list(CASES), help="by comma")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where models are kept; by default they are deleted")
+    return parser.parse_args()
+
+
+def run_model(
+    name: str, folder: Path, temporary: Path, options: argparse.Namespace
+) -> Iterator[tuple[str, Measured]]:
+    artifact = models.write(name, folder)
+    cases = {case: CASES[case] for case in CASES if case in options.cases}
+    for precision in dict.fromkeys(case.gguf for case in cases.values()):
+        path = temporary / f"{name}-{precision}.gguf"
+        unrolled_gguf.write(path, models.read(artifact), precision)
+        of_this = {key: case for key, case in cases.items() if case.gguf == precision}
+        with our_model(artifact, next(iter(of_this.values())).weights, options.threads) as model:
+            if model is None:
+                timing.say(f"{name}: this engine has no {precision} weights: {', '.join(of_this)} left out")
+                continue
+            with PeerModel(path) as peer:
+                if precision in AGREE:
+                    check_same_model(model, peer, AGREE[precision], f"{name}, {precision}")
+                for key, case in of_this.items():
+                    one = measure(model, peer, case, options)
+                    timing.say(
+                        f"{name} {key}: {one.ours.median:.1f} against {one.theirs.median:.1f} tok/s"
+                        f" ({one.ours.median / one.theirs.median:.2f}x,"
+                        f" flash attention {'on' if one.flash_attention else 'off'})"
+                    )
+                    yield key, one
+        path.unlink()
+        gc.collect()
+
+
+@contextmanager
+def our_model(artifact: Path, weights: str, threads: int) -> Iterator[Model | None]:
+    """None where the engine does not have these weights."""
+    if weights != "fp16":
+        yield None
+        return
+    with Model(artifact, threads=threads) as model:
+        yield model
+
+
+def check_same_model(model: Model, peer: PeerModel, tolerance: float, what: str) -> None:
+    tokens = models.prompt(24)
+    mine = model.logits(tokens)
+    context = PeerContext(peer, model.threads, 1, len(tokens), False)
+    found = context.logits(tokens)
+    context.close()
+    error = float(np.sqrt(np.mean((found - mine) ** 2)) / mine.std())
+    same = float(np.mean(found.argmax(1) == mine.argmax(1)))
+    timing.say(f"{what}: logits differ by {error:.4f} of their deviation; same best token {same:.0%}")
+    if not error < tolerance:
+        raise SystemExit(f"{what}: not the same model: logits differ by {error:.4f}, at most {tolerance}")
+
+
+def measure(model: Model, peer: PeerModel, case: Case, options: argparse.Namespace) -> Measured:
+    lanes, positions = max(case.lanes, 1), case.prompt or CONTEXT + STEPS
+
+    def mine() -> float:
+        if case.prompt:
+            return ours.prefill(model, case.prompt)
+        return ours.decode(model, case.lanes, CONTEXT, STEPS)
+
+    def theirs(context: PeerContext) -> float:
+        return context.prefill(case.prompt) if case.prompt else context.decode(CONTEXT, STEPS)
+
+    contexts = {
+        flash: PeerContext(peer, options.threads, lanes, positions, flash) for flash in (False, True)
+    }
+    tried = {str(flash): lambda c=context: theirs(c) for flash, context in contexts.items()}
+    warm = timing.interleave(tried, 1)
+    best = warm["True"].median > warm["False"].median
+    rates = timing.interleave({"ours": mine, "theirs": lambda: theirs(contexts[best])}, options.rounds)
+    for context in contexts.values():
+        context.close()
+    return Measured(rates["ours"], rates["theirs"], best)
+
+
+def measured_json(one: Measured) -> dict[str, Any]:
+    return {
+        "ours": round(one.ours.median, 1),
+        "ours_range": [round(one.ours.low, 1), round(one.ours.high, 1)],
+        "theirs": round(one.theirs.median, 1),
+        "theirs_range": [round(one.theirs.low, 1), round(one.theirs.high, 1)],
+        "flash_attention": one.flash_attention,
+    }
+
+
+if __name__ == "__main__":
+    main()
