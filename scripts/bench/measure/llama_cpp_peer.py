@@ -14,6 +14,7 @@ from types import TracebackType
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+
 from measure import models
 
 MAX_ROWS = 512  # of one batch: a prefill of 512 is one pass

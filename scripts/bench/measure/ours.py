@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from measure import models
-
 from tinyloop_serve.native import GenerateConfig, Model
 
 

@@ -36,6 +36,4 @@ def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
             rate = run()
             if number:
                 found[name].append(rate)
-    return {
-        name: Rate(statistics.median(rates), min(rates), max(rates)) for name, rates in found.items()
-    }
+    return {name: Rate(statistics.median(rates), min(rates), max(rates)) for name, rates in found.items()}

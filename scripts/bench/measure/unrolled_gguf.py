@@ -12,7 +12,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import quants
-from measure.models import Weights
+
+from measure import models
 
 PRECISIONS = {
     "f32": gguf.GGMLQuantizationType.F32,
@@ -26,7 +27,17 @@ LAYER = {
 }  # fmt: skip
 
 
-def write(path: Path, weights: Weights, precision: str) -> None:
+def write(artifact: Path, folder: Path, precision: str) -> Path:
+    """Writes it to the folder if it is not there yet."""
+    path = folder / f"{artifact.stem}-{precision}.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        _write(partial, models.read(artifact), precision)
+        partial.rename(path)
+    return path
+
+
+def _write(path: Path, weights: models.Weights, precision: str) -> None:
     """All matrices in one precision, the head too; vectors in fp32, as llama.cpp wants them."""
     c, tensors = weights
     unrollable = {"n_prelude": 0, "n_coda": 0, "norm": "pre", "injection": "none", "start": "prelude"}
