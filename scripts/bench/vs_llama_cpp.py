@@ -18,13 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from measure import llama_cpp_peer, machine, models, ours, timing, unrolled_gguf
+from measure import checks, llama_cpp_peer, machine, models, options, ours, timing, unrolled_gguf
 from measure.llama_cpp_peer import PeerContext, PeerModel
 
 from tinyloop_serve.native import Model
@@ -54,8 +52,7 @@ CASES = {
     "decode_b1_int4": Case("int4", "q4_0", lanes=1),
     "prefill512_fp16_vs_f32": Case("fp16", "f32", prompt=512),
 }
-# How far the logits may be apart, as a share of their standard deviation: the same model gives about a tenth
-# of this (both sides round activations or sums differently), another model or a wrong layout about 1.4.
+# How far the logits may be apart, as a share of their standard deviation.
 AGREE = {"f32": 0.02, "f16": 0.05}
 
 
@@ -66,20 +63,20 @@ class Measured(NamedTuple):
 
 
 def main() -> None:
-    options = arguments()
-    report: dict[str, Any] = {"machine": machine.report(options.threads)}
+    chosen = options.parser(__doc__, NAMES, CASES).parse_args()
+    report: dict[str, Any] = {"machine": machine.report(chosen.threads)}
     llama_cpp_peer.start()
     rates: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
-        folder = Path(options.folder or temporary)
-        for name in options.only:
-            found = dict(run_model(name, folder, options))
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as temporary:
+        folder = Path(chosen.folder or temporary)
+        for name in chosen.only:
+            found = dict(run_model(name, folder, chosen))
             rates[name] = {case: measured_json(one) for case, one in found.items()}
             report[name] = {
                 case: round(one.ours.median / one.theirs.median, 3) for case, one in found.items()
             }
     report["tokens_per_second"] = rates
-    for name in options.only:
+    for name in chosen.only:
         for case, ratio in report[name].items():
             one = rates[name][case]
             print(
@@ -88,78 +85,33 @@ def main() -> None:
     print(json.dumps(report))
 
 
-def arguments() -> argparse.Namespace:
-    def names_of(known: Any) -> Callable[[str], list[str]]:
-        def parse(text: str) -> list[str]:
-            if unknown := [name for name in text.split(",") if name not in known]:
-                raise argparse.ArgumentTypeError(f"{unknown[0]!r}: one of {', '.join(known)}")
-            return text.split(",")
-
-        return parse
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", type=names_of(NAMES), default=list(NAMES), help="models, by comma")
-    parser.add_argument("--cases", type=names_of(CASES), default=list(CASES), help="by comma")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where models are kept; by default they are deleted")
-    return parser.parse_args()
-
-
-def run_model(name: str, folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, Measured]]:
+def run_model(name: str, folder: Path, chosen: argparse.Namespace) -> Iterator[tuple[str, Measured]]:
     timing.say(f"{name}: writing the models")
     artifact = models.write(name, folder)
-    cases = {case: CASES[case] for case in CASES if case in options.cases}
+    cases = {case: CASES[case] for case in CASES if case in chosen.cases}
     for precision in dict.fromkeys(case.gguf for case in cases.values()):
         of_this = {key: case for key, case in cases.items() if case.gguf == precision}
         path = unrolled_gguf.write(artifact, folder, precision)
-        with our_model(artifact, next(iter(of_this.values())).weights, options.threads) as model:
+        with ours.load(artifact, next(iter(of_this.values())).weights, chosen.threads) as model:
             if model is None:
                 timing.say(f"{name}: not available in this engine, left out: {', '.join(of_this)}")
                 continue
             with PeerModel(path) as peer:
                 if precision in AGREE:
-                    check_same_model(model, peer, AGREE[precision], f"{name}, {precision}")
+                    checks.same_model(model, peer.logits, AGREE[precision], f"{name}, {precision}")
                 for key, case in of_this.items():
-                    one = measure(model, peer, case, options)
+                    one = measure(model, peer, case, chosen)
                     timing.say(
                         f"{name} {key}: {one.ours.median:.1f} against {one.theirs.median:.1f} tok/s"
                         f" ({one.ours.median / one.theirs.median:.2f}x,"
                         f" flash attention {'on' if one.flash_attention else 'off'})"
                     )
                     yield key, one
-        if options.folder is None:
+        if chosen.folder is None:
             path.unlink()  # in fp32 it is of some gigabytes
 
 
-@contextmanager
-def our_model(artifact: Path, weights: str, threads: int) -> Iterator[Model | None]:
-    """None where the engine does not have these weights."""
-    try:
-        model = Model(artifact, threads=threads, **({} if weights == "fp16" else {"weights": weights}))
-    except TypeError:
-        yield None
-        return
-    with model:
-        yield model
-
-
-def check_same_model(model: Model, peer: PeerModel, tolerance: float, what: str) -> None:
-    tokens = models.prompt(24)
-    mine = model.logits(tokens)
-    context = PeerContext(peer, model.threads, 1, len(tokens), False)
-    found = context.logits(tokens)
-    context.close()
-    error = float(np.sqrt(np.mean((found - mine) ** 2)) / mine.std())
-    same = float(np.mean(found.argmax(1) == mine.argmax(1)))
-    timing.say(f"{what}: logits differ by {error:.4f} of their deviation; same best token {same:.0%}")
-    if not error < tolerance:
-        raise SystemExit(f"{what}: not the same model: logits differ by {error:.4f}, at most {tolerance}")
-
-
-def measure(model: Model, peer: PeerModel, case: Case, options: argparse.Namespace) -> Measured:
+def measure(model: Model, peer: PeerModel, case: Case, chosen: argparse.Namespace) -> Measured:
     lanes, positions = max(case.lanes, 1), case.prompt or CONTEXT + STEPS
 
     def mine() -> float:
@@ -170,12 +122,12 @@ def measure(model: Model, peer: PeerModel, case: Case, options: argparse.Namespa
     def theirs(context: PeerContext) -> float:
         return context.prefill(case.prompt) if case.prompt else context.decode(CONTEXT, STEPS)
 
-    contexts = {flash: PeerContext(peer, options.threads, lanes, positions, flash) for flash in (True, False)}
+    contexts = {flash: PeerContext(peer, chosen.threads, lanes, positions, flash) for flash in (True, False)}
     theirs_by = {str(flash): lambda c=context: theirs(c) for flash, context in contexts.items()}
     warm = timing.interleave(theirs_by, 1)
     best = max(rate.median for rate in warm.values())
     close = {name: run for name, run in theirs_by.items() if warm[name].median > 0.9 * best}
-    rates = timing.interleave({"ours": mine, **close}, options.rounds)
+    rates = timing.interleave({"ours": mine, **close}, chosen.rounds)
     for context in contexts.values():
         context.close()
     fastest = max(close, key=lambda name: rates[name].median)

@@ -44,6 +44,13 @@ class PeerModel:
     def __enter__(self) -> PeerModel:
         return self
 
+    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """(len(tokens), vocab_size), after each position."""
+        context = PeerContext(self, 1, 1, len(tokens), False)
+        found = context.logits(tokens)
+        context.close()
+        return found
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

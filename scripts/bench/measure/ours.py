@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from measure import models
 from tinyloop_serve.native import GenerateConfig, Model
+
+
+@contextmanager
+def load(artifact: Path, weights: str, threads: int) -> Iterator[Model | None]:
+    """None where the engine does not have these weights."""
+    try:
+        model = Model(artifact, threads=threads, **({} if weights == "fp16" else {"weights": weights}))
+    except TypeError:
+        yield None
+        return
+    with model:
+        yield model
 
 
 def prefill(model: Model, tokens: int, loops: int = 0) -> float:
