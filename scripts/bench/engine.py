@@ -90,6 +90,8 @@ def cases_of(name: str, section: str, chosen: argparse.Namespace) -> list[Case]:
     if section == "loops":
         counts = (1, 2, 4, 8, 16)
         return [Case("fp16", 1, SHORT, n) for n in counts] + [Case("fp16", 0, 128, n) for n in counts]
+    if section == "threads" and chosen.threads == 1:
+        return []
     if section == "threads":
         work_of = ((1, SHORT), (8, SHORT), (0, 512))
         return [
