@@ -1,5 +1,5 @@
 # Every target sets up what it needs in .venv and build/; nothing else on the machine is touched.
-.PHONY: help setup demo test check format sanitize clean
+.PHONY: help setup demo test check format sanitize bench bench-engine bench-llama-cpp bench-torch bench-plots clean
 PY := .venv/bin/python
 
 help: ## this list
@@ -28,6 +28,24 @@ sanitize: ## the C++ tests under ASan + UBSan, the threaded ones under TSan
 	@scripts/setup
 	@scripts/cpp-tests address
 	@scripts/cpp-tests thread
+
+bench: ## lists the benchmarks, one command each (docs/performance.md has their results)
+	@grep -hE '^bench-[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 24
+
+bench-engine: setup ## decode, prefill, loops, threads, contexts; shares of the machine's limits (5 minutes)
+	@$(PY) scripts/bench/engine.py $(ARGS)
+
+bench-llama-cpp: ## against llama.cpp, which is compiled first (15 minutes, once; then 15 more)
+	@scripts/setup bench-llama-cpp
+	@$(PY) scripts/bench/vs_llama_cpp.py $(ARGS)
+
+bench-torch: ## against the looped model in eager torch (10 minutes)
+	@scripts/setup bench-torch
+	@$(PY) scripts/bench/vs_torch.py $(ARGS)
+
+bench-plots: ## docs/performance/*.svg from the JSON beside them
+	@scripts/setup bench-plots
+	@$(PY) scripts/bench/plot.py
 
 clean: ## remove .venv and build/
 	rm -rf .venv build
