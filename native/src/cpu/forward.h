@@ -18,7 +18,7 @@ namespace tinyloop::cpu {
 
 inline constexpr int kScoreRows = 32;  // (row, query head) pairs that one attention task handles
 inline constexpr int kFewRows = 4;     // up to so many, every thread norms all rows itself: cheaper than a barrier
-inline constexpr int kOwnRows = 24;    // from so many rows a thread on, rows are shared out, not panels (measured)
+inline constexpr int kOwnRows = 24;    // from so many rows a thread on, rows are shared out, not panels
 inline constexpr int kPartRows = 96;  // most rows that a thread takes at once: what products read of them stays near L2
 
 struct Share {
