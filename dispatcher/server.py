@@ -102,6 +102,7 @@ class Server:
         while (now := time.monotonic()) < leave_at:
             if self._stops and not self._core.draining:
                 self._core.draining = True
+                self._supervisor.stopping()
                 leave_at = now + self._config.drain_ms / 1000
             if self._stops > 1 or (self._stops and not self._core.requests.live()):
                 break
