@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tinyloop_serve.deploy.fleet import BadConfig, replica_flags
+from tinyloop_serve.dispatcher.config import Config as Dispatcher
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.readers import ConfigError
+from tinyloop_serve.replica.config import Config as Replica
 
 UNITS = "etc/systemd/system"
 FRONT = "ipc:///run/tinyloop/front/front.sock"
@@ -92,7 +94,7 @@ def _fleet(tables: dict[str, Any]) -> Fleet:
     return fleet
 
 
-def _checked(tables: dict[str, Any], fleet: Fleet) -> Any:
+def _checked(tables: dict[str, Any], fleet: Fleet) -> Dispatcher:
     """The dispatcher's configuration, as it will read it itself."""
     raw = dict(tables.get("dispatcher", {}))
     raw |= {"front": fleet.front, "replicas": _sockets(fleet)}
@@ -108,11 +110,13 @@ def _sockets(fleet: Fleet) -> list[str]:
     return [f"ipc:///run/tinyloop/replica-{n}/replica.sock" for n in range(fleet.replicas)]
 
 
-def _values(fleet: Fleet, dispatcher: Any, tables: dict[str, Any], flags: tuple[str, ...]) -> dict[str, str]:
-    over_tcp = fleet.front.startswith("tcp://") or bool(dispatcher.metrics)
+def _values(
+    fleet: Fleet, dispatcher: Dispatcher, tables: dict[str, Any], flags: tuple[str, ...]
+) -> dict[str, str]:
+    over_tcp = fleet.front.startswith("tcp://")
     cuda = fleet.device.startswith("cuda")
     at_home = any(path.startswith(("/home/", "/root/")) for path in (fleet.python, fleet.model))
-    drain_s = float(tables.get("replica", {}).get("drain_s", 2.0))
+    drain_s = float(tables.get("replica", {}).get("drain_s", Replica.drain_s))
     key = dispatcher.key
     values = {
         "user": fleet.user,
@@ -124,7 +128,6 @@ def _values(fleet: Fleet, dispatcher: Any, tables: dict[str, Any], flags: tuple[
         "replica options": " ".join([*flags, *(["--device", fleet.device] if cuda else [])]),
         "dispatcher credential": f"LoadCredential=dispatcher.key:{key}" if key else "",
         "dispatcher key": "--key %d/dispatcher.key" if key else "",
-        "replica credential": "",
         "watchdog s": f"{fleet.watchdog_s:g}",
         "dispatcher stop s": f"{dispatcher.drain_ms / 1000 + STOP_MARGIN_S:g}",
         "replica stop s": f"{drain_s + STOP_MARGIN_S:g}",
@@ -145,8 +148,7 @@ def _fill(template: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         template = template.replace(f"<{name}>", value)
     lines = [line.rstrip() for line in template.splitlines()]
-    kept = [line for line in lines if line or not lines]
-    return "\n".join(_spaced(kept)) + "\n"
+    return "\n".join(_spaced([line for line in lines if line])) + "\n"
 
 
 def _spaced(lines: list[str]) -> list[str]:

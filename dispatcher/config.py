@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from tinyloop_serve.dispatcher import readers
 from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.dispatcher.tenants import Tenant, Tenants
+from tinyloop_serve.protocol.keys import needs_keys
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES
 from tinyloop_serve.protocol.modes import CACHE_MODES
 
@@ -54,7 +55,6 @@ class Config:
     drain_ms: float = 5000.0  # how long running requests may go on after SIGTERM
     key: str = ""  # file of our secret CURVE key; needed for tcp beyond loopback
     replica_keys: tuple[str, ...] = ()  # public CURVE keys of the replicas, Z85: one for all, or one for each
-    metrics: str = ""  # host:port of the metrics and health pages; "" = none
     tenants: Tenants = Tenants({})  # the configuration file's [tenants.NAME] tables
     die_with_parent: int = 0  # process id of the supervisor that we stop with; 0 = none
 
@@ -86,7 +86,7 @@ def load(raw: dict[str, object]) -> Config:
     for name, endpoint in [("front", config.front)] + [
         (f"replicas[{index}]", each) for index, each in enumerate(config.replicas)
     ]:
-        if not config.key and not readers.stays_here(endpoint):
+        if not config.key and needs_keys(endpoint):
             accepted = "a loopback address (127.0.0.1, [::1]), or any with a `key` to encrypt with"
             raise readers.refuse(name, endpoint, accepted)
     if config.replica_keys and len(config.replica_keys) not in (1, len(config.replicas)):
@@ -181,7 +181,6 @@ _READERS: dict[str, readers.Reader] = {
     "drain_ms": _milliseconds,
     "key": readers.text,
     "replica_keys": readers.several(readers.key),
-    "metrics": readers.text,
     "tenants": _tenants,
     "die_with_parent": readers.number(int, 0, 1 << 31),
 }

@@ -54,14 +54,14 @@ class Failover(Holdings):
         who = {"endpoint": endpoint, "replica": ready.name, "model": ready.model.fingerprint}
         self._journal.event("replica_ready", **who, pid=ready.pid)
         if changed := self.replicas.model is not before:
-            self._adopt(ready, now)
+            self._adopt(ready)
         self._relearn(replica, now)
         if changed:
             self._refit(now)
         self._again(now)
         self._stirred = True
 
-    def _adopt(self, ready: messages.Ready, now: float) -> None:
+    def _adopt(self, ready: messages.Ready) -> None:
         """The fleet's model is another one from here on."""
         self._out.append(Send(TOKENIZER, Load(ready.tokenizer, ready.add_bos)))
         self._model_changed()

@@ -16,6 +16,7 @@ from tinyloop_serve.dispatcher.effects import Attach, Send
 from tinyloop_serve.dispatcher.failover import Failover
 from tinyloop_serve.dispatcher.replicas import Replica
 from tinyloop_serve.protocol import errors
+from tinyloop_serve.protocol.keys import needs_keys
 from tinyloop_serve.protocol.messages import Control, Controlled, Hello
 
 
@@ -55,7 +56,7 @@ class Operator(Failover):
     def _attach(self, endpoint: str) -> str:
         try:
             readers.endpoint("target", endpoint)
-            if not self._config.key and not readers.stays_here(endpoint):
+            if not self._config.key and needs_keys(endpoint):
                 raise readers.refuse("target", endpoint, "a loopback address, or a `key` to encrypt with")
         except readers.ConfigError as error:
             raise errors.bad_field("target", endpoint, error.accepted) from None
@@ -72,7 +73,7 @@ class Operator(Failover):
         for replica in self.replicas:
             if fingerprint and replica.alive and replica.ready and models.would_replace(replica.ready.model):
                 models.admit(replica.ready.model)
-                self._adopt(replica.ready, now)
+                self._adopt(replica.ready)
                 self._refit(now)
                 return f"the fleet serves the model of {replica.name}"
         for replica in self.replicas:

@@ -5,7 +5,6 @@ Every refusal names field, value and what is accepted. This file must not know w
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -103,15 +102,6 @@ def endpoint(field: str, value: Any) -> object:
     else:
         raise refuse(field, value, "ipc:///absolute/path or tcp://127.0.0.1:port")
     return value
-
-
-def stays_here(endpoint: str) -> bool:
-    scheme, _, rest = endpoint.partition("://")
-    host = rest.rpartition(":")[0].strip("[]")
-    try:
-        return scheme == "ipc" or host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
