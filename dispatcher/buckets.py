@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tinyloop_serve.dispatcher.config import Config
@@ -141,14 +142,17 @@ class Buckets(Generic[R]):
 
     def _lanes(self, bucket: Bucket[R], tenant: str, room: Room[R]) -> list[R]:
         """Those that go together, one of `tenant` first; empty: none of its requests can run there."""
-        fitting = {name: [r for r in queue if room([r])] for name, queue in bucket.queues.items()}
+        most = self._sizes[-1]  # more than these of one tenant cannot go: no need to look at all that wait
+        fitting = {
+            name: list(islice((r for r in queue if room([r])), most)) for name, queue in bucket.queues.items()
+        }
         if not fitting[tenant]:
             return []
         together = bucket.shape.batchable and sum(map(len, fitting.values())) >= self._min_batch_size
         lanes: list[R] = []
         times = {name: self._shares.time(name) for name, queue in fitting.items() if queue}
         times[tenant] = -1.0  # its turn
-        while times and len(lanes) < (self._sizes[-1] if together else 1):
+        while times and len(lanes) < (most if together else 1):
             name = min(times, key=lambda name: (times[name], name))
             lane = fitting[name].pop(0)
             lanes.append(lane)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from tinyloop_serve.native import GenerateConfig, Model, errors
 from tinyloop_serve.protocol.codec import tokens_from_bytes
 from tinyloop_serve.protocol.errors import InvalidRequest, LimitExceeded, ModeRefused, TinyLoopError
@@ -121,34 +123,28 @@ class Decoder:
         self, job: Job, answer: Answer, batch_size: int, first_token_ms: float, now_ms: float
     ) -> list[Part]:
         """Ends a lane before its batch: the engine's stats come later, so its times are those seen here."""
-        lane, sampling = answer.lane, job.run.sampling
-        prompt_tokens = len(lane.prompt) // 4
-        stats = Stats(
-            prompt_tokens=prompt_tokens,
-            generated_tokens=answer.count,
+        sampling, positions = job.run.sampling, len(answer.lane.prompt) // 4 + answer.lane.max_tokens
+        stats = replace(
+            self._known(answer),
             loops=sampling.loops,
             prefill_ms=first_token_ms,
             first_token_ms=first_token_ms,
             decode_ms=now_ms - first_token_ms,
-            cache_bytes=self._engine.cache_bytes(
-                prompt_tokens + lane.max_tokens, sampling.cache_mode, sampling.loops
-            ),
-            queue_ms=lane.queue_ms,
+            cache_bytes=self._engine.cache_bytes(positions, sampling.cache_mode, sampling.loops),
             batch_size=batch_size,
-            replica=self._name,
-            failovers=lane.failovers,
         )
         return _end(answer, "cancelled", stats)
 
     def never_ran(self, answer: Answer) -> list[Part]:
         """Ends a lane that was cancelled before its run began."""
-        return _end(answer, "cancelled", self._no_work(answer))
+        return _end(answer, "cancelled", self._known(answer))
 
     def had_ended(self, answer: Answer) -> list[Part]:
         """Ends a lane whose last token the client had already, when its former replica was lost."""
-        return _end(answer, "max_tokens", self._no_work(answer))
+        return _end(answer, "max_tokens", self._known(answer))
 
-    def _no_work(self, answer: Answer) -> Stats:
+    def _known(self, answer: Answer) -> Stats:
+        """What is known without the engine's own account."""
         lane = answer.lane
         return Stats(
             prompt_tokens=len(lane.prompt) // 4,
@@ -161,18 +157,14 @@ class Decoder:
     def _stats(
         self, engine: Any, answer: Answer, batch_size: int, *, method: str = "plain", method_reason: str = ""
     ) -> Stats:
-        lane = answer.lane
-        return Stats(
-            prompt_tokens=len(lane.prompt) // 4,
-            generated_tokens=answer.count,
+        return replace(
+            self._known(answer),
             loops=engine.loops,
             prefill_ms=engine.prefill_ms,
             first_token_ms=engine.first_token_ms,
             decode_ms=engine.decode_ms,
             cache_bytes=engine.cache_bytes,
-            queue_ms=lane.queue_ms,
             batch_size=batch_size,
-            replica=self._name,
             prefix_tokens=engine.prefix_tokens,
             loops_skipped=engine.loops_skipped,
             drafted=engine.drafted,
@@ -180,7 +172,6 @@ class Decoder:
             mean_loops=engine.mean_loops,
             method=method,
             method_reason=method_reason,
-            failovers=lane.failovers,
         )
 
 

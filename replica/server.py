@@ -125,8 +125,9 @@ class Server:
             if self._mailbox.given_up:
                 break
             if self._mailbox.stop_requested:
-                supervisor.stopping()
-                leave_at = min(leave_at, time.monotonic() + drain_s)
+                if leave_at == FOREVER:
+                    supervisor.stopping()
+                    leave_at = time.monotonic() + drain_s
                 if not session.busy or time.monotonic() >= leave_at:
                     break
             soon = time.monotonic() + LOOK_S if session.busy else FOREVER
