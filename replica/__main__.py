@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> int:
             memory_bytes=process.resident_bytes(),
             calibration=speculation.calibration,
             handles=handles.held,
+            health=health.text,
         ),
         life_signs=lambda: LifeSigns(model.step_counter, process.resident_bytes(), health.text),
     )
