@@ -145,9 +145,8 @@ def main() -> int:
         chaos = Chaos(fleet, options.every, thirds, options.seed)
         took = offer(clients, asked, chaos.tick)
         chaos.over = True
-        chaos.harm.reap()
         failovers = sum(each.completion.stats.failovers for each in asked if each.completion)
-        fleet.wait_ready(options.replicas)
+        fleet.wait_ready(options.replicas, tick=chaos.tick)
         for client in clients:
             client.close()
         status = settle(fleet)
