@@ -115,7 +115,9 @@ def _values(
 ) -> dict[str, str]:
     over_tcp = fleet.front.startswith("tcp://")
     cuda = fleet.device.startswith("cuda")
-    at_home = any(path.startswith(("/home/", "/root/")) for path in (fleet.python, fleet.model))
+    # A virtual environment in /srv may well link to an interpreter in somebody's home.
+    paths = [path for name in (fleet.python, fleet.model) for path in (name, os.path.realpath(name))]
+    at_home = any(path.startswith(("/home/", "/root/")) for path in paths)
     drain_s = float(tables.get("replica", {}).get("drain_s", Replica.drain_s))
     key = dispatcher.key
     values = {

@@ -71,6 +71,7 @@ class Machine:
         places = (package, demo_model_path().parent, Path(sys.prefix), Path(sys.executable).resolve().parent)
         reachable = " ".join(str(place.resolve()) for place in places)
         self._log = tmp_path / "boot.log"
+        self.pid = 0
         with self._log.open("w") as log:
             self._shell = subprocess.Popen(
                 [*UNSHARE, "bash", str(Path(__file__).parent / "boot.sh")],
@@ -92,7 +93,11 @@ class Machine:
         return 0
 
     def log(self) -> str:
-        return self._log.read_text()[-4000:]
+        """What it said while booting, and how its units are."""
+        told = self._log.read_text()[-4000:]
+        if self.pid:
+            told += self.systemctl("status", "--no-pager", "--full", "tinyloop*", check=False)
+        return told
 
     def systemctl(self, *words: str, check: bool = True) -> str:
         done = subprocess.run(

@@ -89,6 +89,14 @@ def test_keys_come_as_credentials(tmp_path: Path) -> None:
     assert "--key %d/dispatcher.key" in text and "PrivateNetwork=no" in text
 
 
+def test_an_interpreter_in_a_home_stays_within_reach(tmp_path: Path) -> None:
+    (tmp_path / "python").symlink_to("/home/ada/.pyenv/bin/python3")
+    for python, seen in ((tmp_path / "python", "read-only"), ("/usr/bin/env", "yes")):
+        units = render(tmp_path, f'[fleet]\nmodel = "/srv/m.tinyloop"\npython = "{python}"\n')
+        text = (units / "etc/systemd/system/tinyloop-dispatcher.service").read_text()
+        assert f"ProtectHome={seen}\n" in text, "a link that leads into a home counts too"
+
+
 @pytest.mark.parametrize(
     "text, named",
     [
