@@ -10,6 +10,9 @@ when its oldest has waited `max_wait_ms`, or when its shape can never be batched
                    new shapes cannot starve an old one
     which lanes    of that bucket, tenant by tenant as their shares say, each tenant's in order of arrival
 
+    An answer that has begun (its replica or dispatcher was lost) comes before the tenant's others: somebody
+    is waiting in the middle of a sentence, and there are never more of them than were being decoded.
+
 A priority counts as having arrived `priority_ms` earlier per step: it orders a tenant's own requests, ages,
 and takes nothing from other tenants. What the replica at hand cannot run (`room`) is passed over and keeps
 its place. No clocks, no messages, no replicas.
@@ -62,6 +65,8 @@ class Waiting(Protocol):
     def priority(self) -> int: ...
     @property
     def cost(self) -> float: ...  # of work: core iterations over all its tokens
+    @property
+    def begun(self) -> bool: ...  # its client has tokens of it
     @property
     def shape(self) -> Shape | None: ...
 
@@ -136,9 +141,9 @@ class Buckets(Generic[R]):
             return 0.0
         return bucket.oldest + self._max_wait_s
 
-    def _waits_since(self, bucket: Bucket[R], tenant: str) -> float:
+    def _waits_since(self, bucket: Bucket[R], tenant: str) -> tuple[bool, float]:
         head = bucket.queues[tenant][0]
-        return max(bucket.turn, head.arrived) - head.priority * self._priority_s
+        return not head.begun, max(bucket.turn, head.arrived) - head.priority * self._priority_s
 
     def _lanes(self, bucket: Bucket[R], tenant: str, room: Room[R]) -> list[R]:
         """Those that go together, one of `tenant` first; empty: none of its requests can run there."""
@@ -192,8 +197,8 @@ class Buckets(Generic[R]):
         self._shares.waits(request.tenant)
         self.version += 1
 
-    def _place(self, request: R) -> tuple[float, int]:
-        return (request.arrived - request.priority * self._priority_s, request.key)
+    def _place(self, request: R) -> tuple[bool, float, int]:
+        return not request.begun, request.arrived - request.priority * self._priority_s, request.key
 
     def remove(self, request: R) -> None:
         assert request.shape is not None

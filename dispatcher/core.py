@@ -157,9 +157,15 @@ class Core(Operator):
 
     def _prepare(self, request: Request, now: float) -> None:
         """Held until the model and its handle are known; then texts are turned into tokens, off the loop."""
-        if (model := self.replicas.model) is None:
+        if self.replicas.model is None:
             return
-        asked, request.model = request.asked, model.fingerprint
+        asked = request.asked
+        try:
+            model = self.replicas.models.suitable(asked)
+        except errors.TinyLoopError as error:
+            self._fail(request, error, now)
+            return
+        request.model = model.fingerprint
         held = self.handles.find(asked.handle, request.tenant)
         if asked.handle and not held and not asked.recipe:
             if not self._learning(now):

@@ -162,6 +162,10 @@ class Failover(Holdings):
         self.clients.excuse(late_s)
         self.handles.excuse(late_s)
         for client in self.clients.expired(now):
+            broken = errors.Unavailable(
+                "nothing was heard for longer than the lease; what was open has ended"
+            )
+            self._out.append(Send(client, codec.failed_from(broken, "")))  # it may be alive, and wait
             self._forget(client, "lease_expired", now)
         for client in self.clients.idle(now):
             if not self.requests.of(client) and not self.handles.of(client):

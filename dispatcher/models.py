@@ -10,7 +10,8 @@ This file must not know replicas.
 
 from __future__ import annotations
 
-from tinyloop_serve.protocol.messages import ModelInfo
+from tinyloop_serve.protocol.errors import ReplicaLost
+from tinyloop_serve.protocol.messages import Generate, ModelInfo
 
 
 class Models:
@@ -23,6 +24,18 @@ class Models:
         """The current one or a former one."""
         assert self.current is not None
         return self.current if self.current.fingerprint == fingerprint else self._former[fingerprint]
+
+    def suitable(self, asked: Generate) -> ModelInfo:
+        """The current one; for an answer that goes on, the one it was begun with. Raises `ReplicaLost` where
+        that one is not served any more."""
+        assert self.current is not None
+        if not (asked.done and asked.model) or asked.model == self.current.fingerprint:
+            return self.current
+        if asked.model not in self._former:
+            begun = f"the answer was begun with model {asked.model[:12]}"
+            gone = f"the fleet serves {_title(self.current)}, whose tokens would differ"
+            raise ReplicaLost(f"{begun}; {gone}", field="model", value=asked.model)
+        return self._former[asked.model]
 
     def accept(self, fingerprint: str) -> None:
         """The next replica that announces it makes it the fleet's model."""

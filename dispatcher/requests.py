@@ -77,6 +77,11 @@ class Request:
         return self.asked.id
 
     @property
+    def begun(self) -> bool:
+        """Whether its client has tokens of it, to go on after; does not change while it waits."""
+        return bool(self.done)
+
+    @property
     def position(self) -> int:
         """Tokens of the answer that its client has."""
         return len(self.asked.done) // 4 + self.delivered

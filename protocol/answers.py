@@ -52,6 +52,7 @@ class Open:
     deadline: float = NEVER  # the caller's own
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    model: str = ""  # fingerprint of the model that they came from
     cancelled: bool = False
     refused: bool = False  # for want of room, after a loss; it will be asked again
     resumed: int = 0  # how often it was asked again
@@ -77,7 +78,7 @@ class Open:
         """The same; a request is to go on after the tokens that have arrived, in the time that is left."""
         if not isinstance(self.question, Generate):
             return self.question
-        changes: dict[str, object] = {"done": tokens_to_bytes(self.tokens)}
+        changes: dict[str, object] = {"done": tokens_to_bytes(self.tokens), "model": self.model}
         if self.question.deadline_ms:
             changes["deadline_ms"] = max(1, math.ceil((self.deadline - now) * 1000))
         return msgspec.structs.replace(self.question, **changes)
@@ -107,6 +108,7 @@ class Open:
         if have + len(tokens) > max_tokens:
             raise ProtocolError(f"more tokens than the {max_tokens} asked for", field="tokens")
         self.tokens += tokens
+        self.model = message.model or self.model
         self.text.append(message.text)
         self.fruitless = 0
         return Chunk(message.text, tuple(tokens), message.seq)

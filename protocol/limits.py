@@ -86,6 +86,8 @@ def _check_generate(request: Generate) -> None:
             raise bad_field("stop_tokens", sequence, "token ids of 0 to 2**32-1")
     if len(request.done) % 4:
         raise bad_field("done", f"{len(request.done)} bytes", "u32 little-endian ids: 4 bytes each")
+    if len(request.model) > MAX_TARGET_CHARS or not request.model.isprintable():
+        raise bad_field("model", request.model, f"a fingerprint: at most {MAX_TARGET_CHARS} characters")
     if len(request.done) > 4 * request.max_tokens:
         accepted = f"no more than max_tokens {request.max_tokens}"
         raise bad_field("done", f"{len(request.done) // 4} tokens", accepted)

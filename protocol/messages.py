@@ -74,6 +74,7 @@ class Generate(Message, frozen=True):
     handle: str = ""  # of a prefix: the prompt follows it (and may be empty); of a resume: no prompt
     recipe: Recipe | None = None  # of that handle, so that it can be built again if it is lost
     done: bytes = b""  # u32: tokens of this answer that the client has already; the answer goes on after them
+    model: str = ""  # fingerprint of the model that gave `done`: no other one can go on with it; "" = unknown
 
 
 class Cancel(Message, frozen=True):
@@ -158,6 +159,7 @@ class Tokens(Message, frozen=True):
     seq: int  # index of the first token here in the answer: 0, then the count so far
     tokens: bytes  # u32 little-endian
     text: str = ""
+    model: str = ""  # fingerprint of the model they come from; only told with the first of a run
 
 
 class Stats(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -28,14 +28,18 @@ class Part(NamedTuple):
 
 
 class Answer:
-    """Owned by the thread that decodes; only `cancelled` may be set from elsewhere."""
+    """Owned by the thread that decodes; only `cancelled` may be set from elsewhere. `model`: its
+    fingerprint, told with the first tokens."""
 
-    def __init__(self, lane: Lane, vocabulary: Vocabulary | None, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self, lane: Lane, vocabulary: Vocabulary | None, eos_ids: Collection[int], model: str = ""
+    ) -> None:
         self.lane = lane
         self.cancelled = False  # asked for; takes effect with the next token
         self.stop_reason: StopReason | None = None  # set: no more tokens are wanted
         self.ended = False  # its final part is out
         self.count = 0  # tokens so far, those that the client had before included
+        self._model = model
         self._first = 0  # index of the first token that we send
         self._eos_ids = () if lane.ignore_eos else eos_ids
         self._text = RequestText(vocabulary, lane.stop)
@@ -101,7 +105,8 @@ class Answer:
         return tuple(self._recent)[-len(stop) :] == stop
 
     def _tokens(self, seq: int, tokens: list[int], text: str) -> Part:
-        message = Tokens(id=self.lane.id, seq=seq, tokens=tokens_to_bytes(tokens), text=text)
+        model = self._model if seq == self._first else ""
+        message = Tokens(id=self.lane.id, seq=seq, tokens=tokens_to_bytes(tokens), text=text, model=model)
         return Part(self.lane.key, len(tokens), False, TO_CLIENT.encode_body(message))
 
 

@@ -31,9 +31,11 @@ from tinyloop_serve.replica.text import Vocabulary
 class Job:
     """A `Run` and its answers. `cancel` may be called from any thread."""
 
-    def __init__(self, run: Run, vocabulary: Vocabulary | None, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, run: Run, vocabulary: Vocabulary | None, eos_ids: frozenset[int], model: str = ""
+    ) -> None:
         self.run = run
-        self.answers = [Answer(lane, vocabulary, eos_ids) for lane in run.lanes]
+        self.answers = [Answer(lane, vocabulary, eos_ids, model) for lane in run.lanes]
 
     @property
     def live(self) -> int:
@@ -92,7 +94,7 @@ class Executor:
         self._thread.start()
 
     def submit(self, run: Run) -> Job:
-        job = Job(run, self._vocabulary, self._eos_ids)
+        job = Job(run, self._vocabulary, self._eos_ids, self._engine.fingerprint)
         self._todo.put(job)
         return job
 

@@ -23,6 +23,7 @@ class Request:
     tenant: str = "local"
     priority: int = 0
     cost: float = 1.0
+    begun: bool = False
 
 
 class Queue:
@@ -43,13 +44,14 @@ class Queue:
         priority: int = 0,
         cost: float = 1.0,
         single: bool = False,
+        begun: bool = False,
         **sampling: Any,
     ) -> list[Request]:
         added = []
         for _ in range(count):
             self.key += 1
-            shape = self.buckets.shape_of(Sampling(loops=4, **sampling), max_tokens, single=single)
-            request = Request(self.key, now, shape, tenant, priority, cost)
+            shape = self.buckets.shape_of(Sampling(**{"loops": 4} | sampling), max_tokens, single=single)
+            request = Request(self.key, now, shape, tenant, priority, cost, begun)
             self.buckets.put(request)
             added.append(request)
         return added
@@ -238,6 +240,17 @@ def test_priority_orders_a_tenant_alone_and_ages() -> None:
     queue.put(now=0.0, tenant="other", single=True, cost=5.0)
     tenants = [call.lanes[0].tenant for _ in range(3) if (call := queue.buckets.take(3.0))]
     assert tenants.index("other") < 2, "another tenant's priority takes nothing from it"
+
+
+def test_an_answer_that_has_begun_comes_before_its_tenants_others() -> None:
+    queue = Queue(min_batch_size=1, batch_sizes=[2], tenants={"other": {}})
+    queue.put(now=0.0, priority=10, single=True)
+    (begun,) = queue.put(now=2.0, loops=2, single=True, begun=True)
+    (another,) = queue.put(now=1.0, loops=2, single=True, begun=True)
+    queue.put(now=0.0, tenant="other", single=True)
+    order = [call.lanes[0] for _ in range(4) if (call := queue.buckets.take(3.0))]
+    assert [each for each in order if each.tenant == "local"][:2] == [another, begun]
+    assert "other" in [each.tenant for each in order[:2]], "it takes nothing from other tenants"
 
 
 def test_what_the_replica_cannot_hold_is_passed_over_and_keeps_its_place() -> None:

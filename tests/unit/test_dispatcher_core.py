@@ -339,7 +339,7 @@ def test_a_deadline_while_waiting_and_while_running() -> None:
 
 
 @pytest.mark.parametrize("how", ["goodbye", "unreachable", "lease"])
-def test_a_client_that_leaves_stops_its_lanes_and_is_sent_nothing(how: str) -> None:
+def test_a_client_that_leaves_stops_its_lanes_and_is_sent_no_answer(how: str) -> None:
     bench = Bench()
     bench.client(ALICE, Ping(1, lease_ms=1000))
     for id in ("running", "waiting"):
@@ -355,7 +355,12 @@ def test_a_client_that_leaves_stops_its_lanes_and_is_sent_nothing(how: str) -> N
         bench.wait(1.5)
     assert said(bench.sent, R0, CancelLanes) == [CancelLanes((key,))]
     bench.finish()
-    assert [send for send in bench.sent[before:] if send.peer == ALICE] == []
+    told = [send.message for send in bench.sent[before:] if send.peer == ALICE]
+    if how == "lease":  # it may be alive, and wait
+        (failed,) = told
+        assert isinstance(failed, Failed) and (failed.id, failed.code) == ("", "unavailable")
+    else:
+        assert told == []
     assert bench.run().lanes[0].id == "other"
 
 
@@ -578,6 +583,20 @@ def test_tokens_of_one_model_go_on_only_with_the_same_model() -> None:
     sends = bench.replica(R0, announce(R0, other, pid=8))
     (failed,) = said(sends + bench.wait(0.3), ALICE, Failed)
     assert failed.code == "replica_lost" and "no replica is left that serves the same model" in failed.message
+
+
+def test_an_answer_that_a_client_goes_on_with_goes_on_with_its_model() -> None:
+    other = msgspec.structs.replace(MODEL, fingerprint="e" * 64)
+    have = {"done": tokens_to_bytes([1, 2])}
+    bench = Bench(ready=2)
+    (failed,) = said(bench.client(ALICE, ask("q", **have, model="e" * 64)), ALICE, Failed)
+    assert (failed.code, failed.field, failed.value) == ("replica_lost", "model", "e" * 64)
+    bench.client(BOB, Control("c", "accept", "e" * 64))
+    bench.gone(R1)
+    bench.replica(R1, announce(R1, other, pid=8))
+    bench.client(ALICE, ask("former", **have, model=MODEL.fingerprint))
+    bench.client(ALICE, ask("current", **have, model="e" * 64))
+    assert [bench.run(each).lanes[0].id for each in (R0, R1)] == ["former", "current"]
 
 
 # ------------------------------------------------------------------ operators, health, budgets

@@ -554,7 +554,9 @@ class Dispatcher(RuleBasedStateMachine):
 
     def hear(self, client: bytes, message: Any, payloads: tuple[bytes, ...]) -> None:
         """What a client is told."""
-        if isinstance(message, Done | Failed | Handle | Controlled):
+        if isinstance(message, Failed) and not message.id:
+            self.open = {which: asked for which, asked in self.open.items() if which[0] != client}
+        elif isinstance(message, Done | Failed | Handle | Controlled):
             self.terminal((client, message.id))
             if isinstance(message, Handle):
                 assert self.names[message.info.handle][0] == TENANT_OF[client], "a handle of its own"

@@ -58,6 +58,7 @@ class ScriptedEngine:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.config: dict[str, Any] = {"eos_ids": [EOS]}
+        self.fingerprint = "f00d"
         self.step_counter = 0
         self.calls: list[str] = []
         self.before_step: Callable[[int], None] = lambda step: None
@@ -175,6 +176,9 @@ class Bench:
                 assert key not in finals, "something came after the final part"
                 message = TO_CLIENT.decode([VERSION, payload])
                 heard[key].append(message)
+                if isinstance(message, Tokens):
+                    first = not any(isinstance(each, Tokens) for each in heard[key][:-1])
+                    assert message.model == ("f00d" if first else "")
                 assert final == isinstance(message, Done | Failed)
                 assert count == (len(message.tokens) // 4 if isinstance(message, Tokens) else 0)
                 finals += [key] if final else []

@@ -199,7 +199,7 @@ def test_losing_an_idle_connection_is_nobodys_error() -> None:
 def start(driver: Driver, id: str, **options: Any) -> None:
     """A request of which two tokens have come."""
     driver.ask(id, **options)
-    driver.hear(Tokens(id=id, seq=0, tokens=b"\1\0\0\0\2\0\0\0", text="ab"))
+    driver.hear(Tokens(id=id, seq=0, tokens=b"\1\0\0\0\2\0\0\0", text="ab", model="f00d"))
 
 
 def test_open_requests_go_on_from_the_next_token_at_the_next_dispatcher() -> None:
@@ -211,6 +211,7 @@ def test_open_requests_go_on_from_the_next_token_at_the_next_dispatcher() -> Non
     again = {message.id: message for message in driver.reconnect() if isinstance(message, Generate)}
     assert tokens_from_bytes(again["a"].done) == [1, 2] and again["b"].done == b""
     assert (again["a"].seed, again["a"].max_tokens) == (7, 4)
+    assert (again["a"].model, again["b"].model) == ("f00d", ""), "only that model can go on with its tokens"
     driver.tick()
     assert driver.sent() == ["Ping"]
     assert driver.hear(Tokens(id="a", seq=2, tokens=b"\3\0\0\0", text="c")) == [("a", Chunk("c", (3,), 2))]
