@@ -26,6 +26,7 @@ from typing import TextIO
 
 from tinyloop_serve.deploy import endpoints
 from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, WATCHDOG_S, Child
+from tinyloop_serve.deploy.local import Papers
 from tinyloop_serve.deploy.reload import Reload
 
 DISPATCHER_STOP_S = 8.0  # its own drain deadline and something
@@ -117,6 +118,7 @@ class Fleet:
         ]
         self._children = [self._dispatcher, *self._replicas]
         self._selector = selectors.DefaultSelector()
+        self._papers = Papers(plan.endpoint, plan.model)
         self._journal: TextIO | None = None
         self._announced = False
         self._stops: list[signal.Signals] = []  # signals received
@@ -141,6 +143,8 @@ class Fleet:
             for child in self._children:
                 child.listen()
             resources.enter_context(self._signals())
+            resources.callback(self._papers.remove)
+            self._papers.write()  # from here on a signal to us is handled
             resources.callback(self._selector.close)
             resources.callback(self._kill)
             for child in self._children:
@@ -265,6 +269,7 @@ class Fleet:
             self._reload_wanted = False
             endpoint = self._dispatcher.ready_field("endpoint") or self._plan.endpoint
             self._reload = Reload(endpoint, self._plan.model, [child.name for child in self._replicas])
+            self._papers.reload_begins()
         if self._reload is None:
             return
         while (name := self._reload.next_to_restart()) is not None:
@@ -273,8 +278,9 @@ class Fleet:
             child.restarts.never_ready = 0
             child.signal(signal.SIGTERM)
         if (verdict := self._reload.verdict()) is not None:
-            _say(verdict)
+            _say(verdict.text)
             self._reload = None
+            self._papers.reload_ended(verdict.good, verdict.text)
 
     def _announce(self, took_s: float) -> None:
         """Says once, on standard output, that the fleet serves, and how to use it."""

@@ -15,7 +15,7 @@ def show(endpoint: str, *, as_json: bool) -> int:
     with connect(endpoint) as client:
         held = client.handles()
     if as_json:
-        print(json.dumps([msgspec.to_builtins(each) for each in held]))
+        print(json.dumps({"handles": [msgspec.to_builtins(each) for each in held]}))
         return 0
     if held:
         print(
@@ -31,8 +31,11 @@ def show(endpoint: str, *, as_json: bool) -> int:
     return 0
 
 
-def drop(endpoint: str, name: str) -> int:
+def drop(endpoint: str, name: str, *, as_json: bool) -> int:
     with connect(endpoint) as client:
         gone = client.drop_handle(name)
+    if as_json:
+        print(json.dumps({"dropped": msgspec.to_builtins(gone)}))
+        return 0
     print(f"dropped {gone.kind} {gone.handle}: {gone.tokens} tokens, {gone.bytes} bytes")
     return 0

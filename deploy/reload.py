@@ -12,13 +12,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from tinyloop_serve.deploy.connect import connect
 from tinyloop_serve.protocol.client import Client
 from tinyloop_serve.protocol.errors import TinyLoopError
 from tinyloop_serve.protocol.messages import ReplicaStatus
 
 PATIENCE_S = 60.0  # for one replica to end its requests, and for it to come back
 LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    text: str  # for people
+    good: bool  # every replica serves the file as it is now
 
 
 class Reload:
@@ -29,7 +37,7 @@ class Reload:
         self._model = model
         self._names = names
         self._restarts: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._verdict: str | None = None
+        self._verdict: Verdict | None = None
         threading.Thread(target=self._run, name="reload", daemon=True).start()
 
     def next_to_restart(self) -> str | None:
@@ -39,26 +47,28 @@ class Reload:
         except queue.Empty:
             return None
 
-    def verdict(self) -> str | None:
-        """How it went, for people; None while it goes on."""
+    def verdict(self) -> Verdict | None:
+        """How it went; None while it goes on."""
         return self._verdict
 
     def _run(self) -> None:
         try:
             self._verdict = self._reload()
         except (TinyLoopError, OSError, RuntimeError) as error:
-            self._verdict = f"reload failed: {error}; what serves goes on serving"
+            self._verdict = Verdict(f"reload failed: {error}; what serves goes on serving", good=False)
 
-    def _reload(self) -> str:
+    def _reload(self) -> Verdict:
         from tinyloop_serve.native import errors, inspect_artifact  # not before it is needed
 
         try:
             fingerprint = inspect_artifact(self._model)["fingerprint"]
         except errors.TinyLoopError as error:
-            return f"reload refused: {self._model}: {error}; what serves goes on serving"
-        with Client(self._endpoint) as client:
+            why = f"reload refused: {self._model}: {error}; what serves goes on serving"
+            return Verdict(why, good=False)
+        with connect(self._endpoint) as client:
             if all(replica.fingerprint == fingerprint for replica in client.status().replicas):
-                return f"reload: all replicas serve {self._model} ({fingerprint[:12]}) already"
+                same = f"reload: all replicas serve {self._model} ({fingerprint[:12]}) already"
+                return Verdict(same, good=True)
             client.control("accept", fingerprint)
             for name in self._names:
                 old = self._replica(client, name)
@@ -69,7 +79,8 @@ class Reload:
                 self._await(
                     client, name, lambda r: r.fingerprint == fingerprint and r.state in ("ready", "busy")
                 )
-        return f"reloaded: {len(self._names)} replicas serve {self._model} ({fingerprint[:12]})"
+        done = f"reloaded: {len(self._names)} replicas serve {self._model} ({fingerprint[:12]})"
+        return Verdict(done, good=True)
 
     def _replica(self, client: Client, name: str) -> ReplicaStatus:
         return next(replica for replica in client.status().replicas if replica.name == name)

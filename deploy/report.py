@@ -87,6 +87,7 @@ def convert(
     *,
     max_loops: int | None,
     measure_beta: bool,
+    as_json: bool,
 ) -> int:
     from tinyloop_serve.native import inspect_artifact
     from tinyloop_serve.native.importers import convert as importers
@@ -100,7 +101,14 @@ def convert(
     importers.convert(
         source, target, weights, progress, layout=layout, max_loops=max_loops, measure_beta=measure_beta
     )
-    print(next(iter(describe_artifact(target, inspect_artifact(target)))))
+    made = inspect_artifact(target)
+    if as_json:
+        facts = {
+            name: made[name] for name in ("fingerprint", "parameters", "file_bytes", "weights", "layout")
+        }
+        print(json.dumps({"path": os.path.abspath(target), **facts}))
+    else:
+        print(next(iter(describe_artifact(target, made))))
     return 0
 
 

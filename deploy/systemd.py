@@ -65,6 +65,11 @@ def render(config_path: str, prefix: Path) -> list[Path]:
     return written
 
 
+def fleet_of(config_path: str) -> Fleet:
+    """The `[fleet]` table of a configuration file. Raises `BadConfig`."""
+    return _fleet(_read(config_path)[1])
+
+
 def _read(path: str) -> tuple[str, dict[str, Any]]:
     try:
         text = Path(path).read_text("utf-8")

@@ -100,14 +100,14 @@ class Fleet:
     def command(*arguments: str) -> list[str]:
         return [sys.executable, "-m", "tinyloop_serve.deploy.cli", *arguments]
 
-    def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, text: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         """A `tinyloop` command, to its end."""
         return subprocess.run(
             self.command(*arguments),
             input=text,
             capture_output=True,
             text=True,
-            env=self.environment,
+            env=self.environment | variables,
             timeout=PATIENCE_S,
         )
 

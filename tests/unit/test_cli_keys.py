@@ -48,7 +48,7 @@ def test_handles_are_shown_and_dropped(capsys: pytest.CaptureFixture[str]) -> No
         head, line = capsys.readouterr().out.splitlines()
         assert head.split()[:2] == ["handle", "kind"] and line.split()[:4] == ["h1", "prefix", "3", "8"]
         assert cli.main(["handles", "--json", *where]) == 0
-        assert json.loads(capsys.readouterr().out)[0]["handle"] == "h1"
+        assert json.loads(capsys.readouterr().out)["handles"][0]["handle"] == "h1"
         assert cli.main(["handles", "--drop", "h1", *where]) == 0
         assert capsys.readouterr().out.startswith("dropped prefix h1")
         dispatcher.wait_for("DropHandle")

@@ -1,0 +1,48 @@
+"""`tinyloop keys`, `deploy`: files of this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from tinyloop_serve.deploy.flags import Subcommands, add_json
+
+
+def add(commands: Subcommands) -> None:
+    keys = commands.add_parser("keys", help="keys for fleets and clients on a network")
+    what = keys.add_subparsers(dest="what", required=True, metavar="WHAT")
+    new = what.add_parser("new", help="make a pair: NAME.key is secret, NAME.pub is not")
+    new.add_argument("name", metavar="NAME")
+    for command in (new, what.add_parser("list", help="the public keys of a directory")):
+        command.add_argument(
+            "--dir", metavar="DIR", help="default: tinyloop/keys in the configuration directory"
+        )
+        add_json(command)
+    keys.set_defaults(run=_keys)
+
+    deploy = commands.add_parser("deploy", help="files for running a fleet as services")
+    kinds = deploy.add_subparsers(dest="kind", required=True, metavar="KIND")
+    systemd = kinds.add_parser("systemd", help="unit files, from the [fleet] table of a configuration file")
+    systemd.add_argument("--config", required=True, metavar="FILE", help="TOML, as for `tinyloop up`")
+    systemd.add_argument("--prefix", required=True, metavar="DIR", help="the files are written below it")
+    add_json(systemd)
+    deploy.set_defaults(run=_deploy)
+
+
+def _keys(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import keyring
+
+    directory = flags.dir or keyring.default_directory()
+    if flags.what == "new":
+        return keyring.new(flags.name, directory, as_json=flags.json)
+    return keyring.show(directory, as_json=flags.json)
+
+
+def _deploy(flags: argparse.Namespace) -> int:
+    import json
+    from pathlib import Path
+
+    from tinyloop_serve.deploy import systemd
+
+    written = [str(path) for path in systemd.render(flags.config, Path(flags.prefix))]
+    print(json.dumps({"files": written}) if flags.json else "\n".join(written))
+    return 0

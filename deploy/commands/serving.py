@@ -1,0 +1,87 @@
+"""`tinyloop up`, `reload`: a fleet on this machine, and a changed model file for one that runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from tinyloop_serve.deploy.flags import (
+    Subcommands,
+    add_connection,
+    add_endpoint,
+    add_json,
+    endpoint,
+    positive,
+)
+
+
+def add(commands: Subcommands) -> None:
+    up = commands.add_parser("up", help="a dispatcher and replicas in the foreground, until Ctrl-C")
+    up.add_argument("--model", metavar="FILE", help="a .tinyloop artifact (default: the demo model)")
+    up.add_argument("--replicas", type=positive, default=2, metavar="N", help="default 2")
+    up.add_argument(
+        "--threads", type=positive, default=0, metavar="N", help="per replica (default: share cores)"
+    )
+    up.add_argument("--max-seq-len", type=positive, default=0, metavar="N", help="default: the model's")
+    up.add_argument(
+        "--config", default="", metavar="FILE", help="TOML: [dispatcher], [tenants.NAME], [replica] tables"
+    )
+    up.add_argument("--log", default="", metavar="FILE", help="append a JSON line per request")
+    up.add_argument(
+        "--die-with-parent", type=positive, default=0, metavar="PID", help="stop when PID is gone"
+    )
+    add_endpoint(up)
+    up.set_defaults(run=_up)
+
+    reload = commands.add_parser(
+        "reload", help="bring a changed model file into a running fleet, a replica at a time"
+    )
+    reload.add_argument(
+        "--systemd",
+        action="store_true",
+        help="the fleet is that of the systemd units: restart theirs (default: tell `tinyloop up`)",
+    )
+    reload.add_argument(
+        "--config",
+        default="/etc/tinyloop/fleet.toml",
+        metavar="FILE",
+        help="with --systemd: the configuration that the units were rendered from (default: %(default)s)",
+    )
+    add_connection(reload)
+    add_json(reload)
+    reload.set_defaults(run=_reload)
+
+
+def _up(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy.fleet import Fleet, Plan, replica_flags
+
+    if flags.die_with_parent:
+        from tinyloop_serve.protocol.host import die_with_parent
+
+        die_with_parent(flags.die_with_parent)
+    plan = Plan(
+        model=flags.model or _demo_model(),
+        endpoint=endpoint(flags),
+        replicas=flags.replicas,
+        threads=flags.threads,
+        max_seq_len=flags.max_seq_len,
+        log=flags.log,
+        config=os.path.abspath(flags.config) if flags.config else "",
+        replica_flags=replica_flags(flags.config) if flags.config else (),
+    )
+    return Fleet(plan).run()
+
+
+def _reload(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import reloading
+
+    if flags.systemd:
+        where = endpoint(flags) if flags.endpoint else ""
+        return reloading.of_units(flags.config, where, as_json=flags.json)
+    return reloading.of_local_fleet(endpoint(flags), as_json=flags.json)
+
+
+def _demo_model() -> str:
+    from tinyloop_serve.native import demo_model_path
+
+    return str(demo_model_path())
