@@ -25,11 +25,13 @@ from tinyloop_serve.native._core import (
     PrefixPool,
     ResumeHandle,
     SpeculativeConfig,
+    devices,
     simd_levels,
 )
 from tinyloop_serve.native.calibration import Calibration, SpeculationBench, calibrate_speculation
 from tinyloop_serve.native.errors import (
     ArtifactError,
+    BackendFailed,
     BackendUnavailable,
     ClosedError,
     ConfigError,
@@ -42,6 +44,7 @@ from tinyloop_serve.native.errors import (
 
 __all__ = [
     "ArtifactError",
+    "BackendFailed",
     "BackendUnavailable",
     "Calibration",
     "ClosedError",
@@ -63,6 +66,7 @@ __all__ = [
     "TinyLoopError",
     "calibrate_speculation",
     "demo_model_path",
+    "devices",
     "inspect_artifact",
     "simd_levels",
 ]

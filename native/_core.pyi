@@ -204,13 +204,13 @@ class Model:
 
         max_seq_len: positions, 0 = the artifact's. threads: 0 = TINYLOOP_THREADS, else all usable cores.
         simd: "auto" or one of simd_levels(). prefill_chunk: the most rows of one forward pass; it changes
-        memory and speed,
-        never bits. Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
+        memory and speed, never bits. device: "cpu", or a plug-in's: "cuda" (its first device), "cuda:1"; see
+        devices(). Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
         """
 
     def generate(self, prompt: Sequence[int], config: GenerateConfig) -> Generation:
         """All tokens at the end. Raises ConfigError, LimitError, ModelBusyError, ClosedError,
-        OutOfMemoryError.
+        OutOfMemoryError, BackendFailed.
         """
 
     def generate_stream(
@@ -312,7 +312,7 @@ class Model:
     def threads(self) -> int: ...
     @property
     def device(self) -> str:
-        """Backend and level, such as "cpu/avx2"."""
+        """Device and level, such as "cpu/avx2" or "cuda:0/sm_90"."""
     @property
     def weight_bytes(self) -> int:
         """Memory held by packed weights and work space."""
@@ -321,5 +321,12 @@ class Model:
         """Grows with every layer visit; any thread may read it at any time."""
 
 def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]: ...
+def devices() -> list[dict[str, Any]]:
+    """The CPU, every device of the plug-ins found, and "cuda" with the reason where it is not there.
+
+    name: what Model(device=...) takes; description; reason: why it cannot be used, "" when it can;
+    total_bytes, free_bytes: of the device's own memory, 0 when it computes in the host's.
+    """
+
 def simd_levels() -> list[str]:
     """The levels that this machine can run, best first; "portable" is always one."""

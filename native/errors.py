@@ -8,6 +8,7 @@
     ├── ModelBusyError          a model or a handle was used by two threads at once
     ├── ClosedError             a model or a handle was used after it was closed
     ├── BackendUnavailable      the asked device or instruction set is not present on this machine
+    ├── BackendFailed           the device failed while it computed; the call has no result
     └── OutOfMemoryError        memory for weights, a cache or a handle could not be had
 
 This file imports nothing, so that whoever needs the names (importers, tools, tests) needs no compiled core.
@@ -59,6 +60,11 @@ class ClosedError(TinyLoopError):
 
 class BackendUnavailable(TinyLoopError):
     """The asked device or instruction set is not present on this machine."""
+
+
+class BackendFailed(TinyLoopError):
+    """The device failed while it computed: the call has no result. The next may work; after the loss of a
+    device none does."""
 
 
 class OutOfMemoryError(TinyLoopError):

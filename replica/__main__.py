@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     except ConfigFault as error:
         return _give_up(str(error), EXIT_CONFIG)
     except errors.TinyLoopError as error:
-        temporary = isinstance(error, errors.OutOfMemoryError)
+        temporary = isinstance(error, errors.OutOfMemoryError | errors.BackendFailed)
         return _give_up(f"cannot load {config.model}: {error}", 1 if temporary else EXIT_CONFIG)
     os.umask(0o007)  # the socket is for our group, at most
     try:

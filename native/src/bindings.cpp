@@ -356,5 +356,12 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("bytes", [](const PyPool& self) { return handle_bytes(self.get().get()); });
 
     m.def("inspect_artifact", &inspect, "path"_a);
+    m.def("devices", [] {
+        py::list out;
+        for (const DeviceFacts& d : devices())
+            out.append(py::dict("name"_a = d.name, "description"_a = d.description, "reason"_a = d.reason,
+                                "total_bytes"_a = d.total_bytes, "free_bytes"_a = d.free_bytes));
+        return out;
+    });
     m.def("simd_levels", &simd_levels);
 }

@@ -24,6 +24,8 @@ const char* class_of(ErrorKind kind) {
             return "ClosedError";
         case ErrorKind::unavailable:
             return "BackendUnavailable";
+        case ErrorKind::failed:
+            return "BackendFailed";
         case ErrorKind::memory:
             return "OutOfMemoryError";
     }

@@ -20,7 +20,7 @@ void free_model(Model* model) { delete model; }
 const ArtifactInfo& artifact(const Model* model) { return model->info(); }
 int max_seq_len(const Model* model) { return model->options().max_seq_len; }
 std::string device_level(const Model* model) {
-    return std::string(model->backend().name) + "/" + model->backend().model_level(model->handle());
+    return model->device().name + "/" + model->backend().model_level(model->handle());
 }
 int threads(const Model* model) { return model->options().threads; }
 uint64_t step_counter(const Model* model) { return model->backend().steps(model->handle()); }

@@ -46,12 +46,10 @@ LoadOptions resolve(LoadOptions options, const ModelConfig& config) {
         for (const std::string& level : levels) accepted += ", " + level;
         refuse(ErrorKind::unavailable, "simd", options.simd, accepted);
     }
-    if (options.device != "cpu")
-        refuse(ErrorKind::unavailable, "device", options.device, "cpu (this build has no other backend)");
     return options;
 }
 
-std::unique_ptr<tl_model, void (*)(tl_model*)> create(const tl_backend& backend, const Artifact& artifact,
+std::unique_ptr<tl_model, void (*)(tl_model*)> create(const Device& device, const Artifact& artifact,
                                                       const LoadOptions& options) {
     const ModelConfig& c = artifact.info().config;
     std::vector<tl_layer> layers;
@@ -93,18 +91,25 @@ std::unique_ptr<tl_model, void (*)(tl_model*)> create(const tl_backend& backend,
     desc.final_norm = artifact.tensor("final_norm.weight");
     desc.exit_gate = artifact.tensor("exit_gate.weight");
     desc.exit_gate_bias = artifact.tensor("exit_gate.bias");
-    const tl_options backend_options{options.threads, options.prefill_chunk, options.simd.c_str()};
+    tl_options backend_options{};
+    backend_options.threads = options.threads;
+    backend_options.max_rows = options.prefill_chunk;
+    backend_options.simd = options.simd.c_str();
+    backend_options.device = device.ordinal;
     tl_model* model = nullptr;
     tl_status status{};
-    check(backend.model_create(&desc, &backend_options, &model, &status), status, "loading the model");
-    return {model, backend.model_destroy};
+    const int result = device.backend->model_create(&desc, &backend_options, &model, &status);
+    check(result, status, "loading the model on " + device.name);
+    return {model, device.backend->model_destroy};
 }
 
 }  // namespace
 
 void check(int result, const tl_status& status, const std::string& doing) {
     if (result == TL_OK) return;
-    const ErrorKind kind = result == TL_UNAVAILABLE ? ErrorKind::unavailable : ErrorKind::memory;
+    const ErrorKind kind = result == TL_NO_MEMORY     ? ErrorKind::memory
+                           : result == TL_UNAVAILABLE ? ErrorKind::unavailable
+                                                      : ErrorKind::failed;
     throw Error(kind, doing, status.message, "", doing + ": " + status.message);
 }
 
@@ -140,16 +145,16 @@ States::States(const tl_backend& backend, tl_model* model, int count)
 }
 
 Model::Model(const std::string& path, const LoadOptions& options)
-    : backend_(*tl_cpu_backend()), handle_(nullptr, nullptr) {
+    : device_(open_device(options.device)), handle_(nullptr, nullptr) {
     const Artifact file(path);
     info_ = file.info();
     options_ = resolve(options, info_.config);
     weights_in_place_ = file.panel_memory();
-    handle_ = create(backend_, file, options_);
+    handle_ = create(device_, file, options_);
 }
 
 Cache Model::make_cache(int positions, int loops, int mode, int window) const {
-    return Cache(backend_, handle(), {mode, positions, loops, window});
+    return Cache(backend(), handle(), {mode, positions, loops, window});
 }
 
 void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows,
@@ -159,8 +164,8 @@ void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, con
         const size_t count = std::min(most, rows.size() - begin);
         tl_status status{};
         check(
-            backend_.forward(handle(), caches.data(), static_cast<int32_t>(caches.size()), states, rows.data() + begin,
-                             static_cast<int32_t>(count), logits, loops_run ? loops_run + begin : nullptr, &status),
+            backend().forward(handle(), caches.data(), static_cast<int32_t>(caches.size()), states, rows.data() + begin,
+                              static_cast<int32_t>(count), logits, loops_run ? loops_run + begin : nullptr, &status),
             status, "a forward pass");
         for (size_t i = begin; i < begin + count; ++i)
             if (rows[i].flags & TL_ROW_LOGITS) logits += config().vocab_size;

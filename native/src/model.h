@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "artifact.h"
+#include "backends.h"
 #include "tinyloop/backend.h"
 #include "tinyloop/engine.h"
 
@@ -49,11 +50,12 @@ class Model {
     const ArtifactInfo& info() const { return info_; }
     const ModelConfig& config() const { return info_.config; }
     const LoadOptions& options() const { return options_; }  // with every default resolved
-    const tl_backend& backend() const { return backend_; }
+    const Device& device() const { return device_; }
+    const tl_backend& backend() const { return *device_.backend; }
     tl_model* handle() const { return handle_.get(); }
 
     Cache make_cache(int positions, int loops, int mode = TL_CACHE_FP16, int window = 0) const;
-    States make_states(int count) const { return States(backend_, handle(), count); }
+    States make_states(int count) const { return States(backend(), handle(), count); }
 
     // One pass over the rows (backend.h), split where there are more than prefill_chunk. A split never separates rows
     // in a way that breaks the order rule, because it keeps their order.
@@ -68,7 +70,7 @@ class Model {
 
     ArtifactInfo info_;
     LoadOptions options_;
-    const tl_backend& backend_;
+    Device device_;
     std::shared_ptr<const MappedFile> weights_in_place_;  // outlives handle_; null when the backend copied all
     std::unique_ptr<tl_model, void (*)(tl_model*)> handle_;
     std::atomic<bool> busy_{false};

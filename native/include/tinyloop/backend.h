@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define TL_BACKEND_ABI 1
+#define TL_BACKEND_ABI 2
 
 enum tl_dtype { TL_F32 = 0, TL_F16 = 1, TL_BF16 = 2 };
 enum tl_norm { TL_NORM_PRE = 0, TL_NORM_SANDWICH = 1, TL_NORM_POST = 2, TL_NORM_PRE_POST = 3 };
@@ -33,6 +33,8 @@ enum tl_cache_mode {
     TL_CACHE_H_INT8 = 3,
     TL_CACHE_H_INT4 = 4
 };
+/* After any result the model can be used, and destroyed. TL_FAILED: the device failed while it computed, and what the
+   call should have written is undefined; the backend says so again if it cannot go on. */
 enum tl_result { TL_OK = 0, TL_NO_MEMORY = 1, TL_UNAVAILABLE = 2, TL_FAILED = 3 };
 
 typedef struct tl_status {
@@ -82,7 +84,13 @@ typedef struct tl_options {
     int32_t threads;  /* >= 1 */
     int32_t max_rows; /* the most rows of one forward call */
     const char* simd; /* CPU: "auto" or a level's name */
+    int32_t device;   /* which of the backend's devices, from 0 */
 } tl_options;
+
+typedef struct tl_device_info {
+    char name[96];                    /* "NVIDIA H200" */
+    uint64_t total_bytes, free_bytes; /* the device's own memory; both 0: it computes in the host's */
+} tl_device_info;
 
 typedef struct tl_cache_desc {
     int32_t mode;      /* tl_cache_mode */
@@ -124,6 +132,11 @@ typedef struct tl_backend {
     uint32_t abi, size;
     const char* name;
 
+    /* How many devices can be used; 0 puts the reason (no driver, too old a one ...) into the status. Both calls need
+       no model, and return within 0.1 s where there is no device. */
+    int32_t (*device_count)(tl_status*);
+    int (*device_info)(int32_t device, tl_device_info* out, tl_status*);
+
     /* The data of tensors in TL_PANELS stays as it is until model_destroy, for use in place; that of the others is
        only read during the call. */
     int (*model_create)(const tl_model_desc*, const tl_options*, tl_model** out, tl_status*);
@@ -152,7 +165,7 @@ typedef struct tl_backend {
                    int32_t n_rows, float* logits, int32_t* loops_run, tl_status*);
 } tl_backend;
 
-/* What a plug-in library exports as `tinyloop_backend`. */
+/* What a plug-in library, libtinyloop_<device>.so, exports as `tinyloop_backend`. */
 typedef const tl_backend* (*tl_backend_entry)(void);
 
 /* The built-in one. */

@@ -52,11 +52,11 @@ struct ArtifactInfo {
 ArtifactInfo inspect_artifact(const std::string& path);
 
 struct LoadOptions {
-    int max_seq_len = 0;        // positions; 0 = the artifact's
-    int threads = 0;            // 0 = TINYLOOP_THREADS, else all cores this process may use
-    std::string simd = "auto";  // or "portable", "avx2", "avx512"
-    int prefill_chunk = 256;    // the most rows of one forward pass
-    std::string device = "cpu";
+    int max_seq_len = 0;         // positions; 0 = the artifact's
+    int threads = 0;             // 0 = TINYLOOP_THREADS, else all cores this process may use
+    std::string simd = "auto";   // or "portable", "avx2", "avx512"
+    int prefill_chunk = 256;     // the most rows of one forward pass
+    std::string device = "cpu";  // or a plug-in's: "cuda" (its first device), "cuda:1", ...
 };
 
 // What a lane may say next. One state per lane and call; the core applies the mask on the host.
@@ -127,6 +127,15 @@ struct Generation {
     std::vector<Beam> beams;  // beam search: beam_size answers, best first; the first is `tokens`
 };
 
+struct DeviceFacts {
+    std::string name;                          // what LoadOptions::device takes: "cpu", "cuda:0"; "cuda" where none is
+    std::string description;                   // "NVIDIA H200"
+    std::string reason;                        // why it cannot be used; empty: it can
+    uint64_t total_bytes = 0, free_bytes = 0;  // of the device's own memory; 0: it computes in the host's
+};
+// The CPU, every device of the plug-ins found, and "cuda" with the reason where it is not there.
+std::vector<DeviceFacts> devices();
+
 class Model;
 
 Model* load_model(const std::string& path, int max_seq_len);
@@ -135,7 +144,7 @@ void free_model(Model* model);
 
 const ArtifactInfo& artifact(const Model* model);
 int max_seq_len(const Model* model);
-std::string device_level(const Model* model);  // "cpu/avx2"
+std::string device_level(const Model* model);  // "cpu/avx2", "cuda:0/sm_90"
 int threads(const Model* model);
 uint64_t step_counter(const Model* model);  // grows while the core works
 uint64_t weight_bytes(const Model* model);  // memory held by weights and work space

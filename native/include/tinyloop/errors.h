@@ -14,6 +14,7 @@ enum class ErrorKind {
     busy,         // two calls at once on one model
     closed,       // used after it was closed
     unavailable,  // the device or backend is not there
+    failed,       // the device failed while it computed; the call has no result
     memory        // out of memory; the model is still usable
 };
 

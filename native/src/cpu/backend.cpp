@@ -19,6 +19,13 @@ int guarded(tl_status* status, F f) {
     }
 }
 
+int32_t device_count(tl_status*) { return 1; }
+int device_info(int32_t, tl_device_info* out, tl_status*) {
+    *out = {};
+    std::snprintf(out->name, sizeof out->name, "this machine's processor");
+    return TL_OK;
+}
+
 int model_create(const tl_model_desc* desc, const tl_options* options, tl_model** out, tl_status* status) {
     return guarded(status, [&] {
         *out = new tl_model(*desc, *options);
@@ -71,9 +78,26 @@ int forward(tl_model* model, tl_cache* const* caches, int32_t, tl_states* states
 }
 
 constexpr tl_backend kTable = {
-    TL_BACKEND_ABI, sizeof(tl_backend), "cpu",         model_create, model_destroy, model_bytes,    model_level,
-    steps,          cache_create,       cache_destroy, cache_bytes,  states_create, states_destroy, states_bytes,
-    cache_copy,     cache_move,         forward};
+    .abi = TL_BACKEND_ABI,
+    .size = sizeof(tl_backend),
+    .name = "cpu",
+    .device_count = device_count,
+    .device_info = device_info,
+    .model_create = model_create,
+    .model_destroy = model_destroy,
+    .model_bytes = model_bytes,
+    .model_level = model_level,
+    .steps = steps,
+    .cache_create = cache_create,
+    .cache_destroy = cache_destroy,
+    .cache_bytes = cache_bytes,
+    .states_create = states_create,
+    .states_destroy = states_destroy,
+    .states_bytes = states_bytes,
+    .cache_copy = cache_copy,
+    .cache_move = cache_move,
+    .forward = forward,
+};
 
 }  // namespace
 
