@@ -56,8 +56,9 @@ class Plan:
 
 
 def replica_flags(path: str) -> tuple[str, ...]:
-    """The `[replica]` table of a TOML file as flags: `max_handles = 4` is `--max-handles 4`. The replica
-    judges names and values. Raises `BadConfig` for a file that cannot be read."""
+    """The `[replica]` table of a TOML file as flags: `max_handles = 4` is `--max-handles 4`, and a list is
+    the flag once for each. The replica judges names and values. Raises `BadConfig` for a file that cannot
+    be read."""
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file).get("replica", {})
@@ -65,8 +66,11 @@ def replica_flags(path: str) -> tuple[str, ...]:
         raise BadConfig(f"{path}: {error}") from error
     if not isinstance(table, dict):
         raise BadConfig(f"{path}: replica: {table!r} is not accepted; expected a [replica] table")
-    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in table.items()]
-    return tuple(word for flag in flags for word in flag)
+    flags: list[str] = []
+    for name, value in table.items():
+        for each in value if isinstance(value, list) else [value]:
+            flags += [f"--{name.replace('_', '-')}", str(each)]
+    return tuple(flags)
 
 
 def lacking_memory(plan: Plan, available: int | None = None) -> str:

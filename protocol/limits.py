@@ -216,7 +216,7 @@ def check_announced(message: Ready | Built) -> None:
         build = held.build
         _sane("Ready.handles[].build.handle", valid_id(build.handle), build.handle)
         _sane("Ready.handles[].build.prompt", len(build.prompt) % 4 == 0, f"{len(build.prompt)} bytes")
-        _sane("Ready.handles[].build.lease_ms", 0 < build.lease_ms <= MAX_INT, build.lease_ms)
+        _sane("Ready.handles[].build.lease_ms", 0 <= build.lease_ms <= MAX_INT, build.lease_ms)
         _sane("Ready.handles[].bytes", held.bytes >= 0, held.bytes)
     if (budget := message.budget) is not None:
         for name in ("memory_bytes", "weight_bytes", "cache_bytes", "handle_bytes", "max_handles"):

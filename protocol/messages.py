@@ -369,7 +369,7 @@ class Build(Message, frozen=True):
     tenant: str = ""  # kept and told again in `Ready`; not used
     shared: bool = False
     detached: bool = False
-    lease_ms: int = 600_000
+    lease_ms: int = 600_000  # 0 = none: one that the replica has had from its start
 
 
 class Drop(Message, frozen=True):

@@ -23,7 +23,7 @@ from tinyloop_serve.protocol import keys
 from tinyloop_serve.protocol.errors import InvalidRequest
 from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, die_with_parent
 from tinyloop_serve.protocol.messages import Budget, ModelInfo, Ready
-from tinyloop_serve.replica import budget, process, prompts
+from tinyloop_serve.replica import budget, process, prompts, scaffolds
 from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
 from tinyloop_serve.replica.executor import Executor
 from tinyloop_serve.replica.handles import HandleStore
@@ -53,6 +53,8 @@ def main(arguments: list[str]) -> int:
         vocabulary = _vocabulary(config, model)
         measured_on = prompts.read(config, model, vocabulary)
         speculation = Speculation(measured_on, loops=shape["loops"], threshold=config.speculation_threshold)
+        handles = HandleStore(model, config.max_handles)
+        scaffolds.register(config, model, vocabulary, handles)
     except ConfigFault as error:
         return _give_up(str(error), EXIT_CONFIG)
     except errors.TinyLoopError as error:
@@ -67,7 +69,7 @@ def main(arguments: list[str]) -> int:
     except (EndpointTaken, OSError, zmq.ZMQError) as error:
         return _give_up(f"cannot bind {config.endpoint}: {error}", 1)
 
-    handles, health = HandleStore(model, config.max_handles), Health()
+    health = Health()
     executor = Executor(
         model,
         vocabulary,

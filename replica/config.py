@@ -29,6 +29,7 @@ class Config:
     device: str = "cpu"
     memory_mib: int = 0  # the budget for weights, handles and caches; 0 = what is free
     max_handles: int = 8  # prefixes, resume handles and scaffolds together
+    scaffolds: tuple[str, ...] = ()  # files of prompts' beginnings, held from the start: FILE or FILE@LOOPS
     speculation: str = "auto"  # "auto": measured at the start; "off"
     calibration_prompts: str = ""  # file with a prompt per line; "" = our own
     speculation_threshold: float = 1.3  # times as fast as plain decoding, or it is switched off
@@ -69,6 +70,14 @@ def parse(arguments: Sequence[str]) -> Config:
         default=8,
         metavar="N",
         help="prefixes, resume handles and scaffolds held at once; the least recently used goes (default 8)",
+    )
+    parser.add_argument(
+        "--scaffold",
+        dest="scaffolds",
+        action="append",
+        default=[],
+        metavar="FILE[@LOOPS]",
+        help="a prompt's beginning, built at the start for whoever's prompt begins so; repeatable",
     )
     parser.add_argument(
         "--speculation",
@@ -115,7 +124,8 @@ def parse(arguments: Sequence[str]) -> Config:
     )
     flags = vars(parser.parse_args(list(arguments)))
     flags["name"] = flags["name"] or flags["endpoint"].rpartition("/")[2].removesuffix(".sock")
-    flags["dispatcher_keys"] = tuple(flags["dispatcher_keys"])
+    for several in ("dispatcher_keys", "scaffolds"):
+        flags[several] = tuple(flags[several])
     if bool(flags["key"]) != bool(flags["dispatcher_keys"]):
         raise ConfigFault("--key and --dispatcher-key belong together: who we are, and who may connect")
     if not _stays_here(flags["endpoint"]) and not flags["key"]:

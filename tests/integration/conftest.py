@@ -169,6 +169,12 @@ def fleet_of(*flags: str) -> Iterator[Fleet]:
 
 
 @pytest.fixture
+def fleets() -> Callable[..., Any]:
+    """Any fleet, by its flags; a context manager."""
+    return fleet_of
+
+
+@pytest.fixture
 def fleet() -> Iterator[Fleet]:
     """Two replicas of the demo model, for a test that does them harm."""
     with fleet_of("--replicas", "2") as fleet:

@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,6 +252,26 @@ def test_the_journal_has_a_line_per_request(fleet: Any) -> None:
         up.send_signal(signal.SIGTERM)
     assert up.returncode == 0
     assert '"event": "request"' in log.read_text()
+
+
+def test_scaffolds_of_the_configuration_save_work_from_the_start(
+    fleets: Any, tmp_path: Path, reference: Any
+) -> None:
+    scaffold = "The definition of a word is what the dictionary says of it, and no more.\n"
+    (tmp_path / "scaffold.txt").write_text(scaffold)
+    (tmp_path / "fleet.toml").write_text(f'[replica]\nscaffold = ["{tmp_path}/scaffold.txt@2"]\n')
+    with (
+        fleets("--replicas", "2", "--config", str(tmp_path / "fleet.toml")) as fleet,
+        fleet.client() as client,
+    ):
+        (info,) = client.handles()
+        assert (info.kind, info.loops, info.shared, info.lease_ms) == ("scaffold", 2, True, 0)
+        prompt = scaffold + "The word sea"
+        for _ in range(3):  # on either replica
+            answer = client.generate(prompt, loops=2, max_tokens=8)
+            assert answer.stats.prefix_tokens == info.tokens > 8
+            assert list(answer.tokens) == reference.tokens(prompt, loops=2, max_tokens=8)
+        assert not client.generate(prompt, loops=4, max_tokens=8).stats.prefix_tokens, "of other loops"
 
 
 def test_many_clients_come_and_go(shared_fleet: Any) -> None:

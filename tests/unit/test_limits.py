@@ -197,7 +197,7 @@ READY = messages.Ready("r", 1, "cpu", MODEL, budget=BUDGET, handles=(messages.He
         replace(READY, handles=(messages.HeldHandle(BUILD, -1),)),
         replace(READY, handles=(messages.HeldHandle(replace(BUILD, handle="")),)),
         replace(READY, handles=(messages.HeldHandle(replace(BUILD, prompt=bytes(3))),)),
-        replace(READY, handles=(messages.HeldHandle(replace(BUILD, lease_ms=0)),)),
+        replace(READY, handles=(messages.HeldHandle(replace(BUILD, lease_ms=-1)),)),
     ],
 )
 def test_an_announcement_that_makes_no_sense_is_a_protocol_error(announced: Any) -> None:
@@ -210,7 +210,8 @@ def test_an_announcement_that_makes_no_sense_is_a_protocol_error(announced: Any)
 def test_every_field_of_the_contract_is_bounded_and_has_an_option() -> None:
     bounded = {field.rpartition(".")[2] for field, _, _ in NUMBERS}
     others = {"prompt_text", "prompt_tokens", "stop", "stop_tokens", "ignore_eos", "stream", "sampling"}
-    others |= {"method", "recipe", "done"}
+    others |= {"method", "recipe", "done", "model"}
     assert bounded | others == set(Generate.__struct_fields__) | set(Sampling.__struct_fields__)
-    internal = {"id", "stream", "sampling", "prompt_text", "prompt_tokens", "deadline_ms", "recipe", "done"}
+    internal = {"id", "stream", "sampling", "prompt_text", "prompt_tokens", "deadline_ms", "recipe"}
+    internal |= {"done", "model"}
     assert set(Options.__annotations__) == (bounded | others) - internal | {"deadline_s", "rebuild"}

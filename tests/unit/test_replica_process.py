@@ -92,10 +92,25 @@ def test_flags_become_the_configuration() -> None:
     given = parse(
         "--model m --endpoint tcp://127.0.0.1:5000 --name a --threads 3 --max-seq-len 64 --device cpu"
         " --drain-s 0.5 --die-with-parent 12 --memory-mib 100 --max-handles 2 --speculation off"
-        " --calibration-prompts p.txt --speculation-threshold 1.5 --stall-s 9".split()
+        " --calibration-prompts p.txt --speculation-threshold 1.5 --stall-s 9"
+        " --scaffold a.txt --scaffold b.txt@4".split()
     )
     assert given == Config(
-        "m", "tcp://127.0.0.1:5000", "a", 3, 64, "cpu", 100, 2, "off", "p.txt", 1.5, "", (), 0.5, 9.0, 12
+        model="m",
+        endpoint="tcp://127.0.0.1:5000",
+        name="a",
+        threads=3,
+        max_seq_len=64,
+        device="cpu",
+        memory_mib=100,
+        max_handles=2,
+        scaffolds=("a.txt", "b.txt@4"),
+        speculation="off",
+        calibration_prompts="p.txt",
+        speculation_threshold=1.5,
+        drain_s=0.5,
+        stall_s=9.0,
+        parent=12,
     )
 
 

@@ -33,7 +33,7 @@ from tinyloop_serve.protocol.messages import (
     Tokens,
 )
 from tinyloop_serve.protocol.modes import CACHE_MODES
-from tinyloop_serve.replica import budget
+from tinyloop_serve.replica import budget, scaffolds
 from tinyloop_serve.replica.config import Config, ConfigFault, parse
 from tinyloop_serve.replica.executor import Executor, Outcome
 from tinyloop_serve.replica.handles import HandleStore
@@ -268,6 +268,7 @@ class FailingEngine:
     """Every call fails while `broken`."""
 
     config: dict[str, Any] = {"eos_ids": []}  # noqa: RUF012
+    fingerprint = "f00d"
     step_counter = 0
     broken = True
 
@@ -310,3 +311,54 @@ def test_an_engine_that_works_again_is_well_again() -> None:
     while bench.health.ill:
         assert not bench.given_up.wait(0.05)
     bench.stop()
+
+
+# ------------------------------------------------------------------ scaffolds from the configuration
+
+
+def with_scaffolds(*places: str) -> Config:
+    return parse(["--model", "m", "--endpoint", "ipc:///x", *(f"--scaffold={place}" for place in places)])
+
+
+def test_scaffolds_of_the_configuration_are_the_same_handles_on_every_replica(
+    model: Model, tmp_path: Path
+) -> None:
+    (tmp_path / "system.txt").write_text("the definition of")
+    place = str(tmp_path / "system.txt")
+    stores = [HandleStore(model, max_handles=2) for _ in range(2)]
+    vocabulary = Vocabulary(model.metadata["tokenizer"])
+    for store in stores:
+        scaffolds.register(with_scaffolds(place, f"{place}@4"), model, vocabulary, store)
+    builds = [[held.build for held in store.held] for store in stores]
+    assert builds[0] == builds[1] and [build.loops for build in builds[0]] == [2, 4]
+    for build in builds[0]:
+        assert tokens_from_bytes(build.prompt) == vocabulary.encode("the definition of")
+        assert build.kind == "scaffold" and build.shared and build.lease_ms == 0
+    for store in stores:
+        store.drop([build.handle for build in builds[0]])
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("{0}/missing.txt", "missing.txt"),
+        ("{0}/empty.txt", "it is empty"),
+        ("{0}/long.txt", "max_seq_len"),
+        ("{0}/short.txt@99", "@99"),
+    ],
+)
+def test_a_scaffold_that_cannot_be_built_is_a_configuration_fault(
+    place: str, named: str, model: Model, tmp_path: Path
+) -> None:
+    for name, text in (("empty", ""), ("long", "a word " * 200), ("short", "a")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    flags = with_scaffolds(place.format(tmp_path))
+    with pytest.raises(ConfigFault, match=named):
+        scaffolds.register(
+            flags, model, Vocabulary(model.metadata["tokenizer"]), HandleStore(model, max_handles=2)
+        )
+
+
+def test_more_scaffolds_than_handles_are_a_configuration_fault(model: Model) -> None:
+    with pytest.raises(ConfigFault, match="9 scaffolds, but only 8 handles"):
+        scaffolds.register(with_scaffolds(*"abcdefghi"), model, None, HandleStore(model, max_handles=8))
