@@ -6,9 +6,12 @@ before the loss can reach anybody after it. This file must not know what the mes
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from tinyloop_serve.dispatcher.poller import Poller
 from tinyloop_serve.protocol.codec import FROM_REPLICA, check_version
 from tinyloop_serve.protocol.errors import LimitExceeded, ProtocolError
 from tinyloop_serve.protocol.keys import Encryption
@@ -36,7 +39,7 @@ class Link:
         self,
         endpoint: str,
         context: zmq.Context[zmq.Socket[bytes]],
-        poller: zmq.Poller,
+        poller: Poller,
         encryption: Encryption | None = None,
     ) -> None:
         self.endpoint = endpoint
@@ -48,7 +51,7 @@ class Link:
         self._established = False
         self._strikes = 0
 
-    def due(self, ready: dict[object, int], now: float) -> bool:
+    def due(self, ready: Set[object], now: float) -> bool:
         """Whether it has something to read; a closed one is opened when its time has come."""
         if not self.open and now >= self.open_at:
             self._connect()
@@ -63,8 +66,8 @@ class Link:
             self._encryption.connect(self.socket)
         self._monitor = self.socket.get_monitor_socket(_WATCHED)
         self.socket.connect(self.endpoint)
-        self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self.socket)
+        self._poller.register(self._monitor)
         self.open, self._established, self._strikes = True, False, 0
 
     def close(self, now: float, linger_ms: int = 0) -> None:
@@ -77,7 +80,7 @@ class Link:
             refused = self._encryption is not None and not self._established
             self.open, self.open_at = False, now + (REFUSED_S if refused else RECONNECT_S)
 
-    def news(self, ready: dict[object, int]) -> tuple[bool, str]:
+    def news(self, ready: Set[object]) -> tuple[bool, str]:
         """Whether it connected, and "" or how it was lost; before the first handshake ZeroMQ tries again."""
         connected, lost = False, ""
         while self._monitor in ready and not lost:
@@ -97,8 +100,8 @@ class Link:
         return connected, lost
 
     def has_more(self) -> bool:
-        """Whether another message waits: asking is cheaper than the exception of a `receive` in vain."""
-        return bool(int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        """Whether another message waits."""
+        return self._poller.readable(self.socket)
 
     def receive(self) -> tuple[FromReplica, list[bytes]] | None:
         """The next message and its payloads, if one waits. Raises `ProtocolError` or `LimitExceeded`.
@@ -134,6 +137,7 @@ class Link:
         """False: it takes nothing any more. The core speaks only to a replica that connected."""
         try:
             if self.open:
+                self._poller.used(self.socket)
                 self.socket.send_multipart(frames, zmq.DONTWAIT)
             return self.open
         except zmq.Again:

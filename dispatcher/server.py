@@ -8,7 +8,6 @@ more than its bodies.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import time
@@ -23,6 +22,7 @@ from tinyloop_serve.dispatcher.endpoints import Place
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.link import LINGER_MS, Link
 from tinyloop_serve.dispatcher.outbox import Outbox, Verdict
+from tinyloop_serve.dispatcher.poller import Poller
 from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.dispatcher.tenants import LOCAL
 from tinyloop_serve.dispatcher.tokenize import Tokenizer
@@ -70,11 +70,11 @@ class Server:
         # pyzmq's own `send` checks and wraps, which takes four times as long as the sending.
         self._send = super(zmq.Socket, self._front).send
         self._wake = Wake()
-        self._poller = zmq.Poller()
-        self._poller.register(self._front, zmq.POLLIN)
-        self._poller.register(self._wake.fd, zmq.POLLIN)
+        self._poller = Poller()
+        self._poller.register(self._front)
+        self._poller.register(self._wake.fd)
         if self._gate is not None:
-            self._poller.register(self._gate.socket, zmq.POLLIN)
+            self._poller.register(self._gate.socket)
         self._links = {e: self._link(e) for e in config.replicas}
         self._outbox = Outbox(self._attempt, config.client_bytes, config.client_stall_ms / 1000)
         self._mail: dict[bytes, list[bytes]] = {}  # bodies that this turn has for a client
@@ -116,8 +116,7 @@ class Server:
                 until = link.open_at
         if self._outbox:
             until = min(until, time.monotonic() + RETRY_S)
-        wait_ms = math.ceil(1000 * (until - time.monotonic()))
-        ready = dict(self._poller.poll(max(0, wait_ms)))
+        ready = self._poller.poll(until - time.monotonic())
         now = time.monotonic()
         self._supervisor.alive(now)
         if self._wake.fd in ready:
@@ -245,6 +244,7 @@ class Server:
 
     def _attempt(self, client: bytes, frames: list[bytes]) -> Verdict:
         send = self._send
+        self._poller.used(self._front)
         try:
             send(client, MORE)  # ZeroMQ takes or refuses a whole message here
         except zmq.Again:
@@ -299,9 +299,10 @@ class Server:
         self._say(self._core.stop(now), now)
         self._deliver(now)
         while self._outbox and time.monotonic() < now + GOODBYE_S:
-            self._poller.poll(int(1000 * RETRY_S))
+            self._poller.poll(RETRY_S)
             self._outbox.flush(time.monotonic())
         self._tokenizer.close()
+        self._poller.close()
         self._context.destroy(linger=int(1000 * GOODBYE_S))
         self._place.close()
 
