@@ -10,7 +10,8 @@ import os
 import stat
 import zlib
 
-IPC_PATH_BYTES = 107  # sockaddr_un.sun_path
+from tinyloop_serve.protocol.limits import IPC_PATH_BYTES
+
 LONGEST_NAME = len("/replicas-00000000/replica-000.sock")  # of what a fleet puts into the directory
 
 

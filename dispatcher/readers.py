@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from tinyloop_serve.protocol.errors import TinyLoopError
-
-IPC_PATH_BYTES = 107  # sockaddr_un.sun_path
+from tinyloop_serve.protocol.limits import IPC_PATH_BYTES
 
 
 class ConfigError(TinyLoopError):

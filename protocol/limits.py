@@ -39,6 +39,7 @@ MAX_STOP_LENGTH = 256  # characters of a string, tokens of a sequence
 MAX_PRIORITY = 10  # and -10 is the least
 MAX_TARGET_CHARS = 256  # of an operator's order: an endpoint, a name, a fingerprint
 MAX_ERROR_CHARS = 4096
+IPC_PATH_BYTES = 107  # sockaddr_un.sun_path
 MAX_INT = (1 << 31) - 1  # for fields that only the engine bounds
 
 

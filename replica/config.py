@@ -1,5 +1,4 @@
-"""Configuration of one replica: parsed once, from flags, into a frozen structure. Opens and imports
-nothing."""
+"""Configuration of one replica: parsed once, from flags, into a frozen structure. Opens nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tinyloop_serve.protocol.keys import needs_keys
+from tinyloop_serve.protocol.limits import IPC_PATH_BYTES
+
 EXIT_CONFIG = 78  # EX_CONFIG: a service manager must not restart us
-IPC_PATH_BYTES = 107  # sockaddr_un.sun_path
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class ConfigFault(Exception):
@@ -128,7 +128,7 @@ def parse(arguments: Sequence[str]) -> Config:
         flags[several] = tuple(flags[several])
     if bool(flags["key"]) != bool(flags["dispatcher_keys"]):
         raise ConfigFault("--key and --dispatcher-key belong together: who we are, and who may connect")
-    if not _stays_here(flags["endpoint"]) and not flags["key"]:
+    if needs_keys(flags["endpoint"]) and not flags["key"]:
         raise ConfigFault(
             f"argument --endpoint: {flags['endpoint']!r} leaves this machine;"
             " expected ipc, loopback, or --key and --dispatcher-key to encrypt with"
@@ -152,11 +152,6 @@ def _endpoint(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{text!r} is not accepted; expected ipc:///absolute/path or tcp://host:port"
     )
-
-
-def _stays_here(endpoint: str) -> bool:
-    scheme, _, address = endpoint.partition("://")
-    return scheme == "ipc" or address.rpartition(":")[0] in LOOPBACK
 
 
 def _count(text: str) -> int:
