@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -48,10 +49,11 @@ STARTED_S = 2.0  # a replica is ready by then
 
 
 class Chaos:
-    """Harm at regular intervals, done by the thread that calls `tick`."""
+    """Harm at regular intervals, by a thread of its own, until `calm`; the thread goes on to `close`, because
+    processes that it traces cannot end without it."""
 
     def __init__(self, fleet: Fleet, every_s: float, restarts_at: list[float], seed: int) -> None:
-        self.harm = Harm()
+        self.deeds: dict[str, int] = {}
         self.restarts = 0  # of the dispatcher
         self._fleet = fleet
         self._every_s = every_s
@@ -59,15 +61,27 @@ class Chaos:
         self._draw = random.Random(seed)
         self._start = time.monotonic()
         self._next = self._start + every_s
-        self.over = False
         self.seen: set[int] = set()  # every process of the fleet
+        self._calm, self._over = threading.Event(), threading.Event()
+        self.calm = self._calm.set
+        self._thread = threading.Thread(target=self._run, name="chaos")
+        self._thread.start()
 
-    def tick(self) -> None:
-        self.harm.reap()
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        harm = Harm()
+        while not self._over.wait(0.02):
+            harm.reap()
+            if not self._calm.is_set() and time.monotonic() >= self._next:
+                self._next = time.monotonic() + self._every_s
+                self._act(harm)
+        self.deeds = harm.done
+
+    def _act(self, harm: Harm) -> None:
         now = time.monotonic()
-        if self.over or now < self._next:
-            return
-        self._next = now + self._every_s
         self.seen |= {pid for pid, _ in descendants(self._fleet.process.pid)}
         if self._restarts_at and now - self._start >= self._restarts_at[0]:
             self._restarts_at.pop(0)
@@ -81,7 +95,7 @@ class Chaos:
         victims = [pid for pid in victims if age_s(pid) > STARTED_S]  # nobody watches over those that start
         if victims:
             way, pid = self._draw.choice(WAYS), self._draw.choice(victims)
-            if self.harm.do(way, pid):
+            if harm.do(way, pid):
                 print(f"{now - self._start:6.1f} s  replica {pid}: {way}", file=sys.stderr)
 
 
@@ -143,23 +157,25 @@ def main() -> int:
         )
         thirds = [options.seconds / 3, 2 * options.seconds / 3]
         chaos = Chaos(fleet, options.every, thirds, options.seed)
-        took = offer(clients, asked, chaos.tick)
-        chaos.over = True
-        failovers = sum(each.completion.stats.failovers for each in asked if each.completion)
-        fleet.wait_ready(options.replicas, tick=chaos.tick)
-        for client in clients:
-            client.close()
-        status = settle(fleet)
-        chaos.seen |= {pid for pid, _ in descendants(fleet.process.pid)}
-        exit_status = fleet.stop()
-        chaos.harm.reap()
+        try:
+            took = offer(clients, asked)
+            chaos.calm()
+            failovers = sum(each.completion.stats.failovers for each in asked if each.completion)
+            fleet.wait_ready(options.replicas)
+            for client in clients:
+                client.close()
+            status = settle(fleet)
+            chaos.seen |= {pid for pid, _ in descendants(fleet.process.pid)}
+            exit_status = fleet.stop()
+        finally:
+            chaos.close()
         said = fleet.said
     orphans = [pid for pid in chaos.seen if state_of(pid) not in ("X", "Z")]
     report = judge(asked, failovers, orphans, status) | {
         "seconds": round(took, 1),
         "capacity_tokens_per_s": round(rate_tokens),
         "load": round(rate * mean / rate_tokens, 2),
-        "deeds": chaos.harm.done,
+        "deeds": chaos.deeds,
         "dispatcher_restarts": chaos.restarts,
         "fleet_exit_status": exit_status,
     }

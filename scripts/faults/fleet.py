@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tinyloop_serve.native import demo_model_path
@@ -64,13 +64,10 @@ class Fleet:
                     raise
                 time.sleep(0.1)
 
-    def wait_ready(
-        self, replicas: int, patience_s: float = 60.0, tick: Callable[[], None] = lambda: None
-    ) -> Status:
-        """Until so many replicas serve; calls `tick` meanwhile."""
+    def wait_ready(self, replicas: int, patience_s: float = 60.0) -> Status:
+        """Until so many replicas serve."""
         deadline = time.monotonic() + patience_s
         while True:
-            tick()
             status = self.status()
             if sum(replica.state in ("ready", "busy") for replica in status.replicas) >= replicas:
                 return status
