@@ -27,6 +27,7 @@ from typing import TextIO
 from tinyloop_serve.deploy import endpoints
 from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, WATCHDOG_S, Child
 from tinyloop_serve.deploy.local import Papers
+from tinyloop_serve.deploy.placement import placed
 from tinyloop_serve.deploy.reload import Reload
 
 DISPATCHER_STOP_S = 8.0  # its own drain deadline and something
@@ -50,6 +51,7 @@ class Plan:
     log: str = ""  # file for the dispatcher's journal, a JSON line per request; "" = nowhere
     config: str = ""  # TOML file for the dispatcher; "" = its defaults
     replica_flags: tuple[str, ...] = ()  # more flags for every replica
+    devices: tuple[str, ...] = ()  # of the replicas, in turn; () = as replica_flags say
 
     def threads_each(self) -> int:
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.replicas)
@@ -73,6 +75,13 @@ def replica_flags(path: str) -> tuple[str, ...]:
     return tuple(flags)
 
 
+def replica_options(plan: Plan, n: int) -> list[str]:
+    """The flags of replica `n` that say what it does, and where."""
+    options = ["--model", plan.model, "--threads", str(plan.threads_each())]
+    options += ["--max-seq-len", str(plan.max_seq_len), *plan.replica_flags]
+    return options + (placed(plan.replicas, plan.devices)[n].flags if plan.devices else [])
+
+
 def lacking_memory(plan: Plan, available: int | None = None) -> str:
     """ "" if the replicas' weights fit the memory that is free now, else the arithmetic. `available`: bytes,
     None = ask the machine."""
@@ -81,6 +90,8 @@ def lacking_memory(plan: Plan, available: int | None = None) -> str:
     from tinyloop_serve.native.artifact_file import mapped_bytes
     from tinyloop_serve.native.errors import ArtifactError
 
+    if plan.devices:  # each replica counts its device's memory itself
+        return ""
     with contextlib.suppress(OSError):  # a model that is not there or not one is the replicas' to report
         shared = 0
         with contextlib.suppress(ArtifactError):
@@ -109,16 +120,14 @@ class Fleet:
             + [*parent],
             f"{directory}/dispatcher.signs",
         )
-        options = ["--threads", str(plan.threads_each()), "--max-seq-len", str(plan.max_seq_len)]
-        options += [*plan.replica_flags, *parent]
+        options = [replica_options(plan, n) for n in range(plan.replicas)]
         self._replicas = [
             Child(
                 name,
-                ["tinyloop_serve.replica", "--model", plan.model, "--endpoint", socket, "--name", name]
-                + options,
+                ["tinyloop_serve.replica", "--endpoint", socket, "--name", name, *options[n], *parent],
                 f"{directory}/{name}.signs",
             )
-            for name, socket in sockets.items()
+            for n, (name, socket) in enumerate(sockets.items())
         ]
         self._children = [self._dispatcher, *self._replicas]
         self._selector = selectors.DefaultSelector()

@@ -68,14 +68,14 @@ def describe_status(endpoint: str, found: Status) -> Iterable[str]:
 
 
 def inspect(path: str, *, as_json: bool) -> int:
-    from tinyloop_serve.native import inspect_artifact
+    from tinyloop_serve.native import devices, inspect_artifact
 
-    found = inspect_artifact(path)
+    found = inspect_artifact(path) | {"devices": devices()}
     found["metadata"] = {name: _metadata(name, text) for name, text in found["metadata"].items()}
     if as_json:
         print(json.dumps({"path": os.path.abspath(path), **found}, ensure_ascii=False))
     else:
-        print(*describe_artifact(path, found), sep="\n")
+        print(*describe_artifact(path, found), "", *describe_devices(found["devices"]), sep="\n")
     return 0
 
 
@@ -138,6 +138,14 @@ def describe_artifact(path: str, found: dict[str, Any]) -> Iterable[str]:
             for tensor in found["tensors"]
         ],
     )
+
+
+def describe_devices(found: list[dict[str, Any]]) -> Iterable[str]:
+    """Lines for people: what a model can run on here, and why not on the others."""
+    for device in found:
+        size = f", {device['total_bytes'] / 1e9:.1f} GB" if device["total_bytes"] else ""
+        about = f"off: {device['reason']}" if device["reason"] else device["description"] + size
+        yield f"device {device['name']:<7} {about}"
 
 
 def _metadata(name: str, text: str) -> Any:

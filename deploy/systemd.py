@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyloop_serve.deploy.fleet import BadConfig, replica_flags
+from tinyloop_serve.deploy.placement import Place, named, placed
 from tinyloop_serve.dispatcher.config import Config as Dispatcher
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.readers import ConfigError
@@ -23,6 +24,7 @@ from tinyloop_serve.replica.config import Config as Replica
 
 UNITS = "etc/systemd/system"
 FRONT = "ipc:///run/tinyloop/front/front.sock"
+ON_DEVICE = ("--device", "${DEVICE}", "--device-share", "${DEVICE_SHARE}")  # each unit's own: device.conf
 STOP_MARGIN_S = 5.0  # between a process's own drain deadline and the manager's patience
 
 
@@ -35,7 +37,7 @@ class Fleet:
     user: str = "tinyloop"
     python: str = sys.executable
     front: str = FRONT
-    device: str = "cpu"
+    devices: str = "cpu"  # that the replicas are on, in turn: "cuda:0,cuda:1"
     watchdog_s: float = 10.0
 
 
@@ -43,14 +45,19 @@ def render(config_path: str, prefix: Path) -> list[Path]:
     """Writes the files; returns their paths. Raises `BadConfig` naming the table and the key at fault."""
     text, tables = _read(config_path)
     fleet = _fleet(tables)
+    places = _places(fleet)
     dispatcher = _checked(tables, fleet)
     flags = replica_flags(config_path)
-    values = _values(fleet, dispatcher, tables, flags)
+    values = _values(fleet, dispatcher, tables, flags, on_devices=bool(places))
     units = files("tinyloop_serve.deploy").joinpath("units")
     rendered = {
         f"{UNITS}/{name}": _fill(units.joinpath(name).read_text("utf-8"), values)
         for name in ("tinyloop.target", "tinyloop-dispatcher.service", "tinyloop-replica@.service")
     }
+    for n, place in enumerate(places):
+        rendered[f"{UNITS}/tinyloop-replica@{n}.service.d/device.conf"] = (
+            f"[Service]\nEnvironment=DEVICE={place.device} DEVICE_SHARE={place.share}\n"
+        )
     rendered["usr/lib/sysusers.d/tinyloop.conf"] = _fill(
         units.joinpath("tinyloop.sysusers").read_text("utf-8"), values
     )
@@ -111,15 +118,24 @@ def _checked(tables: dict[str, Any], fleet: Fleet) -> Dispatcher:
         raise BadConfig(f"dispatcher.{error}") from error
 
 
+def _places(fleet: Fleet) -> list[Place]:
+    """None where all replicas are on the processor."""
+    if fleet.devices == "cpu":
+        return []
+    try:
+        return placed(fleet.replicas, named(fleet.devices))
+    except ValueError as error:
+        raise BadConfig(f"fleet.devices: {error}") from error
+
+
 def _sockets(fleet: Fleet) -> list[str]:
     return [f"ipc:///run/tinyloop/replica-{n}/replica.sock" for n in range(fleet.replicas)]
 
 
 def _values(
-    fleet: Fleet, dispatcher: Dispatcher, tables: dict[str, Any], flags: tuple[str, ...]
+    fleet: Fleet, dispatcher: Dispatcher, tables: dict[str, Any], flags: tuple[str, ...], *, on_devices: bool
 ) -> dict[str, str]:
     over_tcp = fleet.front.startswith("tcp://")
-    cuda = fleet.device.startswith("cuda")
     # A virtual environment in /srv may well link to an interpreter in somebody's home.
     paths = [path for name in (fleet.python, fleet.model) for path in (name, os.path.realpath(name))]
     at_home = any(path.startswith(("/home/", "/root/")) for path in paths)
@@ -132,19 +148,19 @@ def _values(
         "front": fleet.front,
         "replica units": " ".join(f"tinyloop-replica@{n}.service" for n in range(fleet.replicas)),
         "replica flags": " ".join(f"--replica {socket}" for socket in _sockets(fleet)),
-        "replica options": " ".join([*flags, *(["--device", fleet.device] if cuda else [])]),
+        "replica options": " ".join([*flags, *(ON_DEVICE if on_devices else ())]),
         "dispatcher credential": f"LoadCredential=dispatcher.key:{key}" if key else "",
         "dispatcher key": "--key %d/dispatcher.key" if key else "",
         "watchdog s": f"{fleet.watchdog_s:g}",
         "dispatcher stop s": f"{dispatcher.drain_ms / 1000 + STOP_MARGIN_S:g}",
         "replica stop s": f"{drain_s + STOP_MARGIN_S:g}",
         "protect home": "read-only" if at_home else "yes",
-        "private devices": "no" if cuda else "yes",
-        "device policy": "auto" if cuda else "closed",
+        "private devices": "no" if on_devices else "yes",
+        "device policy": "auto" if on_devices else "closed",
         "private network": "no" if over_tcp else "yes",
         "address families": "AF_UNIX AF_INET AF_INET6" if over_tcp else "AF_UNIX",
         "address deny": "" if over_tcp else "any",
-        "deny write execute": "no" if cuda else "yes",
+        "deny write execute": "no" if on_devices else "yes",
     }
     hardening = files("tinyloop_serve.deploy").joinpath("units", "hardening.conf").read_text("utf-8")
     values["hardening"] = _fill(hardening, values).rstrip()

@@ -314,6 +314,9 @@ class Model:
     def device(self) -> str:
         """Device and level, such as "cpu/avx2" or "cuda:0/sm_90"."""
     @property
+    def device_free_bytes(self) -> int:
+        """Memory that the device has left; -1 when it computes in the host's."""
+    @property
     def weight_bytes(self) -> int:
         """Memory held by packed weights and work space."""
     @property
@@ -325,7 +328,7 @@ def devices() -> list[dict[str, Any]]:
     """The CPU, every device of the plug-ins found, and "cuda" with the reason where it is not there.
 
     name: what Model(device=...) takes; description; reason: why it cannot be used, "" when it can;
-    total_bytes, free_bytes: of the device's own memory, 0 when it computes in the host's.
+    total_bytes: the device's own memory, 0 when it computes in the host's.
     """
 
 def simd_levels() -> list[str]:

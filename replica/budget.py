@@ -3,8 +3,8 @@
     budget >= weights and work space + max_handles x largest handle + one decode cache of the largest shape
 
 What is left after weights and handles is for the decode caches of a run; the dispatcher's ledger gives it
-out.
-This file must not know sockets or messages other than `Budget`.
+out. The memory is the device's own where it has some, of which replicas that share it take equal parts, else
+the host's. This file must not know sockets or messages other than `Budget`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from tinyloop_serve.native import devices
 from tinyloop_serve.protocol.messages import Budget, CacheCost
 from tinyloop_serve.protocol.modes import CACHE_MODES
 from tinyloop_serve.replica.config import Config, ConfigFault
@@ -26,6 +27,8 @@ class Sizes(Protocol):
     def weight_bytes(self) -> int: ...
     @property
     def max_seq_len(self) -> int: ...
+    @property
+    def device_free_bytes(self) -> int: ...
     def cache_bytes(self, tokens: int, cache_mode: str, loops: int, cache_window: int = 0) -> int: ...
 
 
@@ -35,7 +38,7 @@ def check_file(config: Config) -> None:
         size = os.path.getsize(config.model)
     except OSError:
         return
-    limit = _limit(config, 0)
+    limit = _limit(config, _own_memory(config) or _available())
     if size > limit:
         raise ConfigFault(f"{config.model} has {_mib(size)} of weights, the memory budget is {_mib(limit)}")
 
@@ -46,7 +49,8 @@ def of(model: Sizes, config: Config, max_loops: int) -> Budget:
     mode = max(costs, key=lambda mode: costs[mode].fixed + max_loops * costs[mode].per_loop)
     largest = model.cache_bytes(model.max_seq_len, mode, max_loops)
     handles = config.max_handles * largest
-    limit = _limit(config, model.weight_bytes)
+    free = model.device_free_bytes
+    limit = _limit(config, model.weight_bytes + (_available() if free < 0 else free))
     caches = limit - model.weight_bytes - handles
     if caches < largest:
         shape = f"{model.max_seq_len} positions at {max_loops} loops in {mode}"
@@ -79,9 +83,20 @@ def _window_rows(model: Sizes) -> int:
     return model.cache_bytes(1 << 20, "fp16", 1, POSITIONS) // per_position - POSITIONS
 
 
-def _limit(config: Config, loaded: int) -> int:
-    """The configured budget, else all memory that is free; `loaded` bytes of it are ours already."""
-    return config.memory_mib << 20 if config.memory_mib else _available() + loaded
+def _limit(config: Config, free: int) -> int:
+    """The configured budget, else all of `free`, but of a device's own memory no more than our part."""
+    if config.memory_mib:
+        return config.memory_mib << 20
+    own = _own_memory(config)
+    return min(free, own // config.device_share) if own else free
+
+
+def _own_memory(config: Config) -> int:
+    """Of the configured device; 0: it computes in the host's, or is not there."""
+    if config.device == "cpu":  # asking wakes the drivers of all the others
+        return 0
+    named: dict[str, int] = {device["name"]: device["total_bytes"] for device in devices()}
+    return named.get(config.device) or named.get(f"{config.device}:0", 0)
 
 
 def _available() -> int:

@@ -26,7 +26,7 @@ class Config:
     name: str  # for people: status, logs, stats
     threads: int = 0  # of the engine; 0 = TINYLOOP_THREADS, else all cores
     max_seq_len: int = 0  # 0 = the model's
-    device: str = "cpu"
+    device: str = "cpu"  # or a plug-in's: "cuda", "cuda:1"
     memory_mib: int = 0  # the budget for weights, handles and caches; 0 = what is free
     max_handles: int = 8  # prefixes, resume handles and scaffolds together
     scaffolds: tuple[str, ...] = ()  # files of prompts' beginnings, held from the start: FILE or FILE@LOOPS
@@ -38,6 +38,7 @@ class Config:
     drain_s: float = 2.0  # how long a run may go on after SIGTERM
     stall_s: float = 30.0  # no step in the middle of a run for so long: end with status 70
     parent: int = 0  # process id of the supervisor we die with; 0 = none
+    device_share: int = 1  # so many replicas share the device's own memory
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -107,7 +108,14 @@ def parse(arguments: Sequence[str]) -> Config:
         metavar="KEY",
         help="public key, or its .pub file, of a dispatcher that may connect over tcp; repeatable",
     )
-    parser.add_argument("--device", default="cpu", help="cpu (default)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    parser.add_argument(
+        "--device-share",
+        type=_several,
+        default=1,
+        metavar="N",
+        help="take at most 1/N of the device's own memory: N replicas are on it (default 1)",
+    )
     parser.add_argument(
         "--drain-s", type=_seconds, default=2.0, metavar="S", help="for the run in progress at SIGTERM"
     )
@@ -157,6 +165,12 @@ def _endpoint(text: str) -> str:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; expected a whole number from 0")
+    return int(text)
+
+
+def _several(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; expected a whole number from 1 to 1024")
     return int(text)
 
 

@@ -18,7 +18,13 @@ from tinyloop_serve.deploy.flags import (
 def add(commands: Subcommands) -> None:
     up = commands.add_parser("up", help="a dispatcher and replicas in the foreground, until Ctrl-C")
     up.add_argument("--model", metavar="FILE", help="a .tinyloop artifact (default: the demo model)")
-    up.add_argument("--replicas", type=positive, default=2, metavar="N", help="default 2")
+    up.add_argument("--replicas", type=positive, metavar="N", help="default 2, or one on each of --devices")
+    up.add_argument(
+        "--devices",
+        default="",
+        metavar="D,D",
+        help="that the replicas are on, in turn: cuda:0,cuda:1 (default: the processor)",
+    )
     up.add_argument(
         "--threads", type=positive, default=0, metavar="N", help="per replica (default: share cores)"
     )
@@ -53,16 +59,26 @@ def add(commands: Subcommands) -> None:
 
 
 def _up(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import placement
     from tinyloop_serve.deploy.fleet import Fleet, Plan, replica_flags
+    from tinyloop_serve.deploy.outcome import CommandFault
 
     if flags.die_with_parent:
         from tinyloop_serve.protocol.host import die_with_parent
 
         die_with_parent(flags.die_with_parent)
+    devices = placement.named(flags.devices) if flags.devices else ()
+    replicas = flags.replicas or len(devices) or 2
+    if devices:
+        try:
+            placement.placed(replicas, devices)
+        except ValueError as error:
+            raise CommandFault(f"--devices: {error}") from error
     plan = Plan(
         model=flags.model or _demo_model(),
         endpoint=endpoint(flags),
-        replicas=flags.replicas,
+        replicas=replicas,
+        devices=devices,
         threads=flags.threads,
         max_seq_len=flags.max_seq_len,
         log=flags.log,

@@ -124,8 +124,7 @@ void append_devices(const std::string& kind, const tl_backend& backend, std::vec
     for (int i = 0; i < count; ++i) {
         tl_device_info info{};
         const bool good = backend.device_info(i, &info, &status) == TL_OK;
-        found.push_back(
-            {full_name(backend, kind, i), info.name, good ? "" : status.message, info.total_bytes, info.free_bytes});
+        found.push_back({full_name(backend, kind, i), info.name, good ? "" : status.message, info.total_bytes});
     }
 }
 

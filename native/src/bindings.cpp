@@ -342,6 +342,8 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("max_seq_len", [](const PyModel& self) { return max_seq_len(self.get().get()); })
         .def_property_readonly("threads", [](const PyModel& self) { return threads(self.get().get()); })
         .def_property_readonly("device", [](const PyModel& self) { return device_level(self.get().get()); })
+        .def_property_readonly("device_free_bytes",
+                               [](const PyModel& self) { return device_free_bytes(self.get().get()); })
         .def_property_readonly("weight_bytes", [](const PyModel& self) { return weight_bytes(self.get().get()); })
         .def_property_readonly("step_counter", [](const PyModel& self) { return step_counter(self.get().get()); });
 
@@ -360,7 +362,7 @@ PYBIND11_MODULE(_core, m) {
         py::list out;
         for (const DeviceFacts& d : devices())
             out.append(py::dict("name"_a = d.name, "description"_a = d.description, "reason"_a = d.reason,
-                                "total_bytes"_a = d.total_bytes, "free_bytes"_a = d.free_bytes));
+                                "total_bytes"_a = d.total_bytes));
         return out;
     });
     m.def("simd_levels", &simd_levels);

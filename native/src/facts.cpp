@@ -24,6 +24,7 @@ std::string device_level(const Model* model) {
 }
 int threads(const Model* model) { return model->options().threads; }
 uint64_t step_counter(const Model* model) { return model->backend().steps(model->handle()); }
+int64_t device_free_bytes(const Model* model) { return model->backend().free_bytes(model->handle()); }
 uint64_t weight_bytes(const Model* model) { return model->backend().model_bytes(model->handle()); }
 
 uint64_t cache_bytes(const Model* model, int tokens, const std::string& cache_mode, int loops, int cache_window) {

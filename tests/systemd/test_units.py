@@ -21,6 +21,7 @@ needs_systemd = pytest.mark.skipif(
 
 
 def render(tmp_path: Path, text: str) -> Path:
+    tmp_path.mkdir(exist_ok=True)
     config = tmp_path / "fleet.toml"
     config.write_text(text)
     systemd.render(str(config), tmp_path / "root")
@@ -29,7 +30,7 @@ def render(tmp_path: Path, text: str) -> Path:
 
 VARIANTS = {
     "plain": FLEET,
-    "cuda": FLEET + 'device = "cuda:0"\n',
+    "cuda": FLEET + 'devices = "cuda:0,cuda:1"\n',
     "tcp": FLEET + 'front = "tcp://0.0.0.0:5555"\n[dispatcher]\nkey = "/etc/tinyloop/keys/dispatcher.key"\n',
 }
 
@@ -89,6 +90,19 @@ def test_keys_come_as_credentials(tmp_path: Path) -> None:
     assert "--key %d/dispatcher.key" in text and "PrivateNetwork=no" in text
 
 
+def test_every_replica_has_a_device_and_its_part_of_it(tmp_path: Path) -> None:
+    units = render(tmp_path, VARIANTS["cuda"]) / "etc/systemd/system"
+    service = (units / "tinyloop-replica@.service").read_text()
+    assert "--device ${DEVICE} --device-share ${DEVICE_SHARE}" in service
+    assert "PrivateDevices=no" in service and "MemoryDenyWriteExecute=no" in service
+    for n, (device, share) in enumerate([("cuda:0", 2), ("cuda:1", 1), ("cuda:0", 2)]):
+        of_unit = (units / f"tinyloop-replica@{n}.service.d" / "device.conf").read_text()
+        assert of_unit == f"[Service]\nEnvironment=DEVICE={device} DEVICE_SHARE={share}\n"
+    on_processor = render(tmp_path / "cpu", FLEET) / "etc/systemd/system"
+    assert "--device" not in (on_processor / "tinyloop-replica@.service").read_text()
+    assert not list(on_processor.glob("*.d"))
+
+
 def test_an_interpreter_in_a_home_stays_within_reach(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to("/home/ada/.pyenv/bin/python3")
     for python, seen in ((tmp_path / "python", "read-only"), ("/usr/bin/env", "yes")):
@@ -107,6 +121,9 @@ def test_an_interpreter_in_a_home_stays_within_reach(tmp_path: Path) -> None:
         (FLEET.replace("3", '"3"'), "fleet.replicas: '3'"),
         (FLEET + '[dispatcher]\nmax_wait_ms = "x"\n', "dispatcher.max_wait_ms"),
         (FLEET + "front = 'tcp://0.0.0.0:5555'\n", "front"),
+        (FLEET + "devices = 'gpu 0'\n", "fleet.devices: 'gpu 0'"),
+        (FLEET + "devices = 'cuda:0,cuda:0'\n", "fleet.devices: 'cuda:0,cuda:0'"),
+        (FLEET + "devices = 'cuda:0,cuda:1,cuda:2,cuda:3'\n", "at most 3 devices"),
         ("no toml", "fleet.toml"),
     ],
 )

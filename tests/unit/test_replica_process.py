@@ -92,7 +92,7 @@ def test_flags_become_the_configuration() -> None:
     given = parse(
         "--model m --endpoint tcp://127.0.0.1:5000 --name a --threads 3 --max-seq-len 64 --device cpu"
         " --drain-s 0.5 --die-with-parent 12 --memory-mib 100 --max-handles 2 --speculation off"
-        " --calibration-prompts p.txt --speculation-threshold 1.5 --stall-s 9"
+        " --calibration-prompts p.txt --speculation-threshold 1.5 --stall-s 9 --device-share 3"
         " --scaffold a.txt --scaffold b.txt@4".split()
     )
     assert given == Config(
@@ -111,6 +111,7 @@ def test_flags_become_the_configuration() -> None:
         drain_s=0.5,
         stall_s=9.0,
         parent=12,
+        device_share=3,
     )
 
 
@@ -126,6 +127,7 @@ def test_flags_become_the_configuration() -> None:
         ("--model m --endpoint ipc:///x --threads -1", "--threads"),
         ("--model m --endpoint ipc:///x --threads two", "--threads"),
         ("--model m --endpoint ipc:///x --drain-s nan", "--drain-s"),
+        ("--model m --endpoint ipc:///x --device-share 0", "--device-share"),
         ("--model m --endpoint ipc:///x --mod m", "--mod"),
     ],
 )

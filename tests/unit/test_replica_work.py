@@ -261,6 +261,43 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(tmp_path: Pa
         budget.check_file(parse(flags))
 
 
+class OnDevice:
+    """The model, were it on a device with `free` bytes left of its own."""
+
+    def __init__(self, model: Model, free: int) -> None:
+        self.weight_bytes, self.max_seq_len = model.weight_bytes, model.max_seq_len
+        self.cache_bytes, self.device_free_bytes = model.cache_bytes, free
+
+
+def test_on_a_device_the_budget_is_its_memory_shared_by_those_on_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    total, used = 1 << 30, 100 << 20
+    found = [{"name": "cpu", "total_bytes": 0}, {"name": "cuda:0", "total_bytes": total}]
+    monkeypatch.setattr(budget, "devices", lambda: found)
+
+    def limit(*flags: str, free: int) -> int:
+        return budget.of(OnDevice(model, free), config(model, *flags), 8).memory_bytes
+
+    left = total - used - model.weight_bytes
+    assert limit("--device", "cuda:0", free=left) == total - used, "what others took is not ours"
+    assert limit("--device", "cuda", "--device-share", "2", free=left) == total // 2
+    assert (
+        limit("--device", "cuda", "--device-share", "2", free=200 << 20) == (200 << 20) + model.weight_bytes
+    )
+    assert limit("--device", "cuda", "--memory-mib", "300", free=left) == 300 << 20
+    with pytest.raises(ConfigFault, match=r"budget of 1\.0 MiB < .* MiB of weights and work space"):
+        limit("--device", "cuda:0", "--device-share", "1024", free=left)
+
+    path = tmp_path / "big.tinyloop"
+    with path.open("wb") as file:
+        file.truncate(600 << 20)
+    flags = ["--model", str(path), "--endpoint", "ipc:///x/r.sock", "--device", "cuda"]
+    budget.check_file(parse(flags))
+    with pytest.raises(ConfigFault, match=r"600\.0 MiB of weights, the memory budget is 512\.0 MiB"):
+        budget.check_file(parse([*flags, "--device-share", "2"]))
+
+
 # ---------------------------------------------------------------- health
 
 

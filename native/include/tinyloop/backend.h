@@ -88,8 +88,8 @@ typedef struct tl_options {
 } tl_options;
 
 typedef struct tl_device_info {
-    char name[96];                    /* "NVIDIA H200" */
-    uint64_t total_bytes, free_bytes; /* the device's own memory; both 0: it computes in the host's */
+    char name[96];        /* "NVIDIA H200" */
+    uint64_t total_bytes; /* the device's own memory; 0: it computes in the host's */
 } tl_device_info;
 
 typedef struct tl_cache_desc {
@@ -133,7 +133,7 @@ typedef struct tl_backend {
     const char* name;
 
     /* How many devices can be used; 0 puts the reason (no driver, too old a one ...) into the status. Both calls need
-       no model, and return within 0.1 s where there is no device. */
+       no model, take nothing of a device's memory, and return within 0.1 s where there is none. */
     int32_t (*device_count)(tl_status*);
     int (*device_info)(int32_t device, tl_device_info* out, tl_status*);
 
@@ -142,6 +142,7 @@ typedef struct tl_backend {
     int (*model_create)(const tl_model_desc*, const tl_options*, tl_model** out, tl_status*);
     void (*model_destroy)(tl_model*);
     uint64_t (*model_bytes)(const tl_model*);    /* weights and work space held by the device */
+    int64_t (*free_bytes)(const tl_model*);      /* that the model's device has left; -1: it computes in the host's */
     const char* (*model_level)(const tl_model*); /* "avx2", "sm_90", ... */
     uint64_t (*steps)(const tl_model*);          /* grows with every layer visit */
 

@@ -128,10 +128,10 @@ struct Generation {
 };
 
 struct DeviceFacts {
-    std::string name;                          // what LoadOptions::device takes: "cpu", "cuda:0"; "cuda" where none is
-    std::string description;                   // "NVIDIA H200"
-    std::string reason;                        // why it cannot be used; empty: it can
-    uint64_t total_bytes = 0, free_bytes = 0;  // of the device's own memory; 0: it computes in the host's
+    std::string name;          // what LoadOptions::device takes: "cpu", "cuda:0"; "cuda" where there is none
+    std::string description;   // "NVIDIA H200"
+    std::string reason;        // why it cannot be used; empty: it can
+    uint64_t total_bytes = 0;  // the device's own memory; 0: it computes in the host's
 };
 // The CPU, every device of the plug-ins found, and "cuda" with the reason where it is not there.
 std::vector<DeviceFacts> devices();
@@ -146,8 +146,9 @@ const ArtifactInfo& artifact(const Model* model);
 int max_seq_len(const Model* model);
 std::string device_level(const Model* model);  // "cpu/avx2", "cuda:0/sm_90"
 int threads(const Model* model);
-uint64_t step_counter(const Model* model);  // grows while the core works
-uint64_t weight_bytes(const Model* model);  // memory held by weights and work space
+uint64_t step_counter(const Model* model);      // grows while the core works
+uint64_t weight_bytes(const Model* model);      // memory held by weights and work space
+int64_t device_free_bytes(const Model* model);  // that the device has left; -1: it computes in the host's memory
 // Bytes that `tokens` positions take at `loops` (0 = default), with a window (0 = none).
 uint64_t cache_bytes(const Model* model, int tokens, const std::string& cache_mode, int loops, int cache_window = 0);
 

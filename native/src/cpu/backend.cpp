@@ -34,6 +34,7 @@ int model_create(const tl_model_desc* desc, const tl_options* options, tl_model*
 }
 void model_destroy(tl_model* model) { delete model; }
 uint64_t model_bytes(const tl_model* model) { return model->bytes(); }
+int64_t free_bytes(const tl_model*) { return -1; }
 const char* model_level(const tl_model* model) { return model->kernels->name; }
 uint64_t steps(const tl_model* model) { return model->steps.load(std::memory_order_relaxed); }
 
@@ -86,6 +87,7 @@ constexpr tl_backend kTable = {
     .model_create = model_create,
     .model_destroy = model_destroy,
     .model_bytes = model_bytes,
+    .free_bytes = free_bytes,
     .model_level = model_level,
     .steps = steps,
     .cache_create = cache_create,

@@ -11,9 +11,10 @@ int32_t device_count(tl_status*) { return 2; }
 int device_info(int32_t device, tl_device_info* out, tl_status*) {
     std::snprintf(out->name, sizeof out->name, "planted device %d", device);
     out->total_bytes = 1 << 30;
-    out->free_bytes = 1 << 29;
     return TL_OK;
 }
+
+int64_t free_bytes(const tl_model*) { return 1 << 29; }
 
 int model_create(const tl_model_desc* desc, const tl_options* options, tl_model** out, tl_status* status) {
     if (options->threads == 7) {
@@ -42,6 +43,7 @@ extern "C" __attribute__((visibility("default"))) const tl_backend* tinyloop_bac
         planted.name = "planted";
         planted.device_count = device_count;
         planted.device_info = device_info;
+        planted.free_bytes = free_bytes;
         planted.model_create = model_create;
         planted.forward = forward;
         return planted;
