@@ -303,10 +303,11 @@ class Fleet:
         plan = self._plan
         endpoint = self._dispatcher.ready_field("endpoint") or plan.endpoint  # with the port filled in
         threads = plan.threads_each()
+        pages = f" http={http}" if (http := self._dispatcher.ready_field("http")) else ""
         flag = "" if endpoint == endpoints.default_endpoint() else f" --endpoint {endpoint}"
         _print(
             f"READY endpoint={endpoint} replicas={plan.replicas} threads={threads}"
-            f" startup_ms={took_s * 1000:.0f}"
+            f" startup_ms={took_s * 1000:.0f}{pages}"
             f'\n  try:  tinyloop generate{flag} "The definition of"'
             f"\n        tinyloop status{flag}"
             "\n  Ctrl-C stops the fleet",

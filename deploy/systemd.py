@@ -135,7 +135,7 @@ def _sockets(fleet: Fleet) -> list[str]:
 def _values(
     fleet: Fleet, dispatcher: Dispatcher, tables: dict[str, Any], flags: tuple[str, ...], *, on_devices: bool
 ) -> dict[str, str]:
-    over_tcp = fleet.front.startswith("tcp://")
+    networked = fleet.front.startswith("tcp://") or bool(dispatcher.http)
     # A virtual environment in /srv may well link to an interpreter in somebody's home.
     paths = [path for name in (fleet.python, fleet.model) for path in (name, os.path.realpath(name))]
     at_home = any(path.startswith(("/home/", "/root/")) for path in paths)
@@ -157,9 +157,9 @@ def _values(
         "protect home": "read-only" if at_home else "yes",
         "private devices": "no" if on_devices else "yes",
         "device policy": "auto" if on_devices else "closed",
-        "private network": "no" if over_tcp else "yes",
-        "address families": "AF_UNIX AF_INET AF_INET6" if over_tcp else "AF_UNIX",
-        "address deny": "" if over_tcp else "any",
+        "private network": "no" if networked else "yes",
+        "address families": "AF_UNIX AF_INET AF_INET6" if networked else "AF_UNIX",
+        "address deny": "" if networked else "any",
         "deny write execute": "no" if on_devices else "yes",
     }
     hardening = files("tinyloop_serve.deploy").joinpath("units", "hardening.conf").read_text("utf-8")

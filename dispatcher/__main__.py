@@ -1,11 +1,12 @@
 """`python -m tinyloop_serve.dispatcher`: bind the front, say READY, serve until SIGTERM.
 
     exit status 0    stopped by SIGTERM or SIGINT, or the parent process is gone
-                69   the endpoint cannot be bound
+                69   the endpoint, or the address for HTTP, cannot be bound
                 75   another dispatcher serves the endpoint
                 78   the configuration is wrong: restarting does not help
 
-READY is one line on standard output: `READY endpoint=ipc:///...`. Logs are JSON lines on standard error.
+READY is one line on standard output: `READY endpoint=ipc:///... http=127.0.0.1:9090`. Logs are JSON lines on
+standard error.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from importlib import metadata
 import zmq
 
 from tinyloop_serve.dispatcher.config import EXIT_CONFIG, parse
+from tinyloop_serve.dispatcher.http import CannotListen
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.dispatcher.server import Server
@@ -36,12 +38,15 @@ def main(arguments: list[str]) -> int:
         return _give_up(str(error), EXIT_CONFIG)
     except EndpointTaken as error:
         return _give_up(str(error), EXIT_TAKEN)
+    except CannotListen as error:
+        return _give_up(str(error), EXIT_UNAVAILABLE)
     except (OSError, zmq.ZMQError) as error:
         return _give_up(f"cannot bind {config.front}: {error}", EXIT_UNAVAILABLE)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     Supervisor().ready(f"serving at {server.endpoint}")
-    print(f"READY endpoint={server.endpoint}", flush=True)
+    pages = f" http={server.http}" if server.http else ""
+    print(f"READY endpoint={server.endpoint}{pages}", flush=True)
     server.run()
     return 0
 

@@ -43,6 +43,11 @@ class Admission:
     def running(self) -> int:
         return self._all.running
 
+    def counts(self, tenant: str) -> tuple[int, int]:
+        """How many of the tenant's requests wait, and how many run."""
+        mine = self._tenants.get(tenant, _Counts())
+        return mine.waiting, mine.running
+
     def wait_s(self) -> float:
         """How long a request that comes now will wait, as far as the rate is known."""
         return self._backlog / self._rate if self._rate else 0.0

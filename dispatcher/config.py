@@ -52,6 +52,7 @@ class Config:
     replica_wait_ms: float = 10_000.0  # a request waits this long for any replica; 0 = refuse at once
     client_bytes: int = 8 << 20  # held for one client that reads slowly; more and its requests are failed
     client_stall_ms: float = 30_000.0  # the same when it reads nothing for this long
+    http: str = ""  # HOST:PORT of the pages for monitoring (/metrics, /health, /ready); "" = none
     drain_ms: float = 5000.0  # how long running requests may go on after SIGTERM
     key: str = ""  # file of our secret CURVE key; needed for tcp beyond loopback
     replica_keys: tuple[str, ...] = ()  # public CURVE keys of the replicas, Z85: one for all, or one for each
@@ -178,6 +179,7 @@ _READERS: dict[str, readers.Reader] = {
     "replica_wait_ms": _milliseconds,
     "client_bytes": readers.number(int, 4096, 1 << 40),
     "client_stall_ms": readers.number(float, 100, 86_400_000),
+    "http": readers.http_address,
     "drain_ms": _milliseconds,
     "key": readers.text,
     "replica_keys": readers.several(readers.key),

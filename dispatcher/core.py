@@ -234,7 +234,9 @@ class Core(Operator):
         for request in call.lanes:
             self.requests.start(request, replica.endpoint, now)
             self.admission.started(request.tenant)
-            lanes.append(request.lane(self.handles.use(request.held, replica.endpoint, now)))
+            request.uses = self.handles.use(request.held, replica.endpoint, now)
+            lanes.append(request.lane(request.uses))
+        self.metrics.ran(call.lanes, now)
         message = messages.Run(run, sampling, tuple(lanes), call.batch_size)
         self._out.append(Send(replica.endpoint, message))
         for request in call.lanes:
@@ -271,12 +273,19 @@ class Core(Operator):
             if request is None or request.replica != endpoint:
                 continue
             mail.setdefault(request.client, []).append(payload)
+            if tokens and not request.first_at:
+                request.first_at = now
+                self.metrics.began(request, now)
             request.delivered += tokens
             if final:
                 self._answered(request, payload, now)
             else:
                 request.payloads.append(payload)  # what it would go on after
-        self.tokens += sum(step.tokens)
+        if given := sum(step.tokens):
+            self.metrics.tokens += given
+            if replica.stepped_at:
+                self.metrics.stepped(now - replica.stepped_at, sum(map(bool, step.tokens)))
+            replica.stepped_at = now
         self._out += [Send(client, None, tuple(bodies)) for client, bodies in mail.items()]
         if step.idle:
             self._run_over(replica, now)

@@ -7,8 +7,6 @@ and `holdings.py` (handles are made and used), `failover.py` (replicas and clien
 
 from __future__ import annotations
 
-from collections import Counter
-
 from tinyloop_serve.dispatcher.admission import Admission
 from tinyloop_serve.dispatcher.buckets import Buckets
 from tinyloop_serve.dispatcher.clients import Clients
@@ -16,6 +14,7 @@ from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.effects import Send
 from tinyloop_serve.dispatcher.handles import Handles
 from tinyloop_serve.dispatcher.journal import Journal
+from tinyloop_serve.dispatcher.metrics import Metrics
 from tinyloop_serve.dispatcher.replicas import Replicas
 from tinyloop_serve.dispatcher.requests import Request, Requests, State
 from tinyloop_serve.protocol import codec, errors, messages
@@ -29,9 +28,7 @@ class Exits:
         self.replicas = Replicas(config, now)  # who serves
         self.handles = Handles()  # what the replicas hold
         self.clients = Clients()  # who is still there
-        self.outcomes: Counter[str] = Counter()  # of requests: "answered", "cancelled", or what went wrong
-        self.tokens = 0  # forwarded
-        self.refused = 0  # requests that were never admitted
+        self.metrics = Metrics(config.tenants.names)  # what has happened
         self.failovers = 0  # requests that went on after a replica was lost
         self._config = config
         self._journal = journal
@@ -44,9 +41,10 @@ class Exits:
         terminal: messages.Done | messages.Failed | None,
         outcome: str,
         now: float,
-        stats: messages.Stats | None = None,
+        heard: messages.Done | messages.Failed | None = None,
     ) -> None:
-        """The only way out. `terminal` is None when the replica's own goes out, or there is no reader."""
+        """The only way out. `terminal` is None when the replica's own goes out, which is `heard`, or there is
+        no reader. `outcome` is "answered", "cancelled", or what went wrong."""
         running = request.state is State.RUNNING
         share = 1.0 if outcome == "answered" else request.share_done
         if request.state is State.WAITING:
@@ -57,8 +55,10 @@ class Exits:
             self._out.append(Send(request.client, terminal))
         self.admission.ended(request.tenant, request.cost, share, running=running, now=now)
         self.requests.end(request, failed=outcome not in ("answered", "cancelled"))
-        self.outcomes[outcome] += 1
-        self._journal.request(request, outcome, now, stats)
+        verdict = terminal or heard
+        stats = verdict.stats if isinstance(verdict, messages.Done) else None
+        self.metrics.ended(request, outcome, stats, now)
+        self._journal.request(request, outcome, verdict, now)
         self._stirred = True
 
     def _answered(self, request: Request, payload: bytes, now: float) -> None:
@@ -68,10 +68,10 @@ class Exits:
         except errors.TinyLoopError:
             terminal = None  # the client's to complain about
         if isinstance(terminal, messages.Failed):
-            self._end(request, None, terminal.code, now)
+            self._end(request, None, terminal.code, now, terminal)
         elif isinstance(terminal, messages.Done):
             outcome = "cancelled" if terminal.stop_reason == "cancelled" else "answered"
-            self._end(request, None, outcome, now, terminal.stats)
+            self._end(request, None, outcome, now, terminal)
         else:
             self._end(request, None, "answered", now)
 
@@ -100,7 +100,7 @@ class Exits:
 
     def _refuse(self, client: bytes, request_id: str, error: errors.TinyLoopError) -> None:
         """Never admitted, so there is nothing to end."""
-        self.refused += 1
+        self.metrics.refused[error.code] += 1
         self._out.append(Send(client, codec.failed_from(error, request_id)))
         who = {"id": request_id, "client": client.hex()}
         self._journal.event("refused", **who, code=error.code, message=error.message)

@@ -51,8 +51,7 @@ class Failover(Holdings):
             self._out.append(Send(endpoint, messages.Goodbye()))
             self._lose(endpoint, why, now, reset=False)
             return
-        who = {"endpoint": endpoint, "replica": ready.name, "model": ready.model.fingerprint}
-        self._journal.event("replica_ready", **who, pid=ready.pid)
+        self._journal.announced(endpoint, ready)
         if changed := self.replicas.model is not before:
             self._adopt(ready)
         self._relearn(replica, now)
@@ -93,6 +92,7 @@ class Failover(Holdings):
     def _lose(self, endpoint: str, why: str, now: float, *, reset: bool = True, blame: bool = True) -> None:
         """It works for us no more. `blame`: its requests may be why."""
         replica = self.replicas[endpoint]
+        self.metrics.losses[endpoint] += replica.alive
         requests = self.requests.among(self.replicas.lose(endpoint, why, now))
         if reset:
             self._out.append(Send(endpoint, Reset()))
@@ -159,6 +159,7 @@ class Failover(Holdings):
 
     def _beat(self, now: float, late_s: float) -> None:
         """Life signs: who has gone silent, and the next round of pings; we are `late_s` behind with it."""
+        self.metrics.late.add(late_s)
         self.clients.excuse(late_s)
         self.handles.excuse(late_s)
         for client in self.clients.expired(now):

