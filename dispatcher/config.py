@@ -31,7 +31,7 @@ class Config:
 
     front: str  # endpoint that clients connect to
     replicas: tuple[str, ...]  # endpoints that replicas bind
-    batch_sizes: tuple[int, ...] = (2, 4, 8)  # lanes of one generate_batch
+    batch_sizes: tuple[int, ...] = (2, 4, 8)  # lanes of one generate_batch; (1,): never more than one
     min_batch_size: int = 2  # fewer ready requests than this run one by one
     max_wait_ms: float = 8.0  # how long a request waits for company while a replica is idle
     max_tokens_bands: tuple[int, ...] = (32, 128, 512, 2048)  # upper ends; requests of one band share batches
@@ -159,7 +159,7 @@ _READERS: dict[str, readers.Reader] = {
     "front": readers.endpoint,
     "replicas": readers.several(readers.endpoint),
     "batch_sizes": readers.several(
-        readers.number(int, 2, 32)
+        readers.number(int, 1, 32)
     ),  # more lanes of long prompts would not fit one Run
     "min_batch_size": readers.number(int, 1, 32),
     "max_wait_ms": _milliseconds,

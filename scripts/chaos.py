@@ -24,9 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripts.faults.fleet import Fleet, age_s, descendants, fleet_of, state_of
 from scripts.faults.harm import WAYS, Harm
-from scripts.faults.load import Asked, closed, mixed, offer, percentile, poisson, wrong
+from scripts.faults.mixed import arrive, mixed
+from scripts.load.asked import Asked, percentile
+from scripts.load.drive import Door, closed, offer
+from scripts.load.verify import wrong
 from tinyloop_serve.native import Model, demo_model_path
-from tinyloop_serve.protocol.client import Client
 from tinyloop_serve.protocol.messages import Status
 
 # Deaths here come from outside, so a request may meet several by chance: with 2 (the default), one in some
@@ -99,13 +101,13 @@ class Chaos:
                 print(f"{now - self._start:6.1f} s  replica {pid}: {way}", file=sys.stderr)
 
 
-def capacity(clients: list[Client], seconds: float, seed: int, vocabulary: int) -> float:
+def capacity(door: Door, seconds: float, seed: int, vocabulary: int) -> float:
     """Tokens per second of the unharmed fleet under full load."""
     asked = mixed(10_000, seed=seed, vocabulary=vocabulary, tokens=(32, 96), loops=LOOPS)
     rounds, tokens, took = 0, 0, 0.0
     while took < seconds:
         part = asked[rounds * 24 : rounds * 24 + 24]
-        took += closed(clients, part, at_once=24)
+        took += closed(door, part, at_once=24).seconds
         tokens += sum(len(each.tokens) for each in part)
         rounds += 1
     return tokens / took
@@ -138,8 +140,8 @@ def main() -> int:
         vocabulary, longest = model.config["vocab_size"], model.max_seq_len - 65
     with fleet_of(CONFIG, "--replicas", str(options.replicas), "--threads", "1") as fleet:
         fleet.wait_ready(options.replicas)
-        clients = [Client(fleet.endpoint, resume_s=60.0) for _ in range(4)]
-        rate_tokens = capacity(clients, min(10.0, options.seconds / 4), options.seed, vocabulary)
+        door = Door(fleet.endpoint, ({"resume_s": 60.0},))
+        rate_tokens = capacity(door, min(10.0, options.seconds / 4), options.seed, vocabulary)
         rate = options.requests / options.seconds
         mean = min(max(options.load * rate_tokens / rate, 16), longest / 1.5)
         asked = mixed(
@@ -149,7 +151,7 @@ def main() -> int:
             tokens=(int(mean / 2), int(mean * 1.5)),
             loops=LOOPS,
         )
-        poisson(asked, rate, options.seed)
+        arrive(asked, rate, options.seed)
         print(
             f"capacity {rate_tokens:.0f} tok/s; {rate:.1f} requests/s of about {mean:.0f} tokens"
             f" = {rate * mean / rate_tokens:.0%} of it, for {options.seconds:g} s",
@@ -158,12 +160,10 @@ def main() -> int:
         thirds = [options.seconds / 3, 2 * options.seconds / 3]
         chaos = Chaos(fleet, options.every, thirds, options.seed)
         try:
-            took = offer(clients, asked)
+            took = offer(door, asked).seconds
             chaos.calm()
             failovers = sum(each.completion.stats.failovers for each in asked if each.completion)
             fleet.wait_ready(options.replicas)
-            for client in clients:
-                client.close()
             status = settle(fleet)
             chaos.seen |= {pid for pid, _ in descendants(fleet.process.pid)}
             exit_status = fleet.stop()
@@ -196,7 +196,7 @@ def judge(asked: list[Asked], failovers: int, orphans: list[int], status: Status
         mistaken = wrong(asked, model)
     finished = [each for each in asked if each.completion]
     too_many = [each.number for each in finished if len(each.tokens) > each.options["max_tokens"]]
-    gaps = [b - a for each in finished for a, b in zip(each.times, each.times[1:], strict=False)]
+    gaps = [gap for each in finished for gap in each.gaps]
     return {
         "requests": len(asked),
         "finished": len(finished),

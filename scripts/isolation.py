@@ -24,7 +24,7 @@ import zmq
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripts.faults.fleet import fleet_of
-from scripts.faults.load import percentile
+from scripts.load.asked import percentile
 from tinyloop_serve.protocol.client import Client
 from tinyloop_serve.protocol.codec import TO_DISPATCHER, tokens_to_bytes
 from tinyloop_serve.protocol.messages import Generate, Goodbye, Ping, Sampling

@@ -18,9 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripts.faults.fleet import fleet_of
-from scripts.faults.load import Asked, closed, mixed, offer, percentile, poisson
+from scripts.faults.mixed import arrive, mixed
+from scripts.load.asked import Asked, percentile
+from scripts.load.drive import Door, closed, offer
 from tinyloop_serve.native import Model, demo_model_path
-from tinyloop_serve.protocol.client import Client
 from tinyloop_serve.protocol.errors import DeadlineExceeded, Overloaded
 
 TOKENS = (24, 40)
@@ -58,23 +59,21 @@ def measure(seconds: float, factor: float, slo_s: float) -> dict[str, float]:
 
     with fleet_of(CONFIG, "--replicas", "2", "--threads", "1") as fleet:
         fleet.wait_ready(2)
-        clients = [Client(fleet.endpoint) for _ in range(4)]
-        closed(clients, requests(64, 1), at_once=32)  # warm up
+        door = Door(fleet.endpoint)
+        closed(door, requests(64, 1), at_once=32)  # warm up
         sample = requests(int(seconds * 30), 2)
-        took = closed(clients, sample, at_once=32)
+        took = closed(door, sample, at_once=32).seconds
         capacity = sum(each.completion is not None for each in sample) / took
         print(f"capacity {capacity:.1f} requests/s", file=sys.stderr)
         phases = {}
         for name, rate in (("peak", 0.9 * capacity), ("overload", factor * capacity)):
             asked = requests(max(1, int(rate * seconds)), 3)
-            poisson(asked, rate, 4)
-            offer(clients, asked)
+            arrive(asked, rate, 4)
+            offer(door, asked)
             phases[name] = asked
             in_time = goodput(asked, seconds, slo_s)
             print(f"{name}: {in_time:.1f} in time, of {rate:.1f} requests/s", file=sys.stderr)
             time.sleep(slo_s)
-        for client in clients:
-            client.close()
     asked = phases["overload"]
     refused = [each for each in asked if isinstance(each.error, Overloaded)]
     late = [each for each in asked if isinstance(each.error, DeadlineExceeded)]

@@ -19,9 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripts.faults.fleet import Fleet, fleet_of, resident_bytes
-from scripts.faults.load import Asked, closed, mixed, offer, percentile, poisson, wrong
+from scripts.faults.mixed import arrive, mixed
+from scripts.load.asked import Asked, percentile
+from scripts.load.drive import Door, closed, offer
+from scripts.load.verify import wrong
 from tinyloop_serve.native import Model, demo_model_path
-from tinyloop_serve.protocol.client import Client
 
 SAMPLE_S = 5.0
 CONFIG = '[dispatcher]\nmax_waiting = 4096\n[replica]\nspeculation = "off"\n'
@@ -79,20 +81,18 @@ def soak(seconds: float) -> dict[str, object]:
 
     with fleet_of(CONFIG, "--replicas", "2", "--threads", "1") as fleet:
         fleet.wait_ready(2)
-        clients = [Client(fleet.endpoint) for _ in range(4)]
+        door = Door(fleet.endpoint)
         sample = requests(int(min(seconds / 8, 20) * 12), 1)
-        rate = 0.8 * len(sample) / closed(clients, sample, at_once=16)
+        rate = 0.8 * len(sample) / closed(door, sample, at_once=16).seconds
         asked = requests(int(rate * seconds), 2)
-        poisson(asked, rate, 3)
+        arrive(asked, rate, 3)
         for each in asked:
             if draw.random() < 0.2:
                 each.cancel_after = draw.randint(1, 100)
         print(f"{rate:.1f} requests/s for {seconds:.0f} s", file=sys.stderr)
         memory = Memory(fleet)
-        offer(clients, asked, memory.tick)
+        offer(door, asked, memory.tick)
         status = fleet.status()
-        for client in clients:
-            client.close()
     finished = [each for each in asked if each.completion]
     gaps = [
         (each.started, (each.times[-1] - each.times[0]) / (len(each.times) - 1))

@@ -14,11 +14,19 @@ from tinyloop_serve.deploy.flags import (
     positive,
 )
 
+DEFAULT_REPLICAS = 2
+
 
 def add(commands: Subcommands) -> None:
     up = commands.add_parser("up", help="a dispatcher and replicas in the foreground, until Ctrl-C")
     up.add_argument("--model", metavar="FILE", help="a .tinyloop artifact (default: the demo model)")
-    up.add_argument("--replicas", type=positive, metavar="N", help="default 2, or one on each of --devices")
+    up.add_argument(
+        "--replicas",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="default: the configuration's, one on each of --devices, or 2",
+    )
     up.add_argument(
         "--devices",
         default="",
@@ -29,8 +37,15 @@ def add(commands: Subcommands) -> None:
         "--threads", type=positive, default=0, metavar="N", help="per replica (default: share cores)"
     )
     up.add_argument("--max-seq-len", type=positive, default=0, metavar="N", help="default: the model's")
-    up.add_argument(
+    configuration = up.add_mutually_exclusive_group()
+    configuration.add_argument(
         "--config", default="", metavar="FILE", help="TOML: [dispatcher], [tenants.NAME], [replica] tables"
+    )
+    configuration.add_argument(
+        "--profile",
+        default="",
+        metavar="NAME",
+        help="a ready one: single, bucketed, scaffold, tiers, speculative",
     )
     up.add_argument("--log", default="", metavar="FILE", help="append a JSON line per request")
     up.add_argument(
@@ -60,15 +75,21 @@ def add(commands: Subcommands) -> None:
 
 def _up(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy import placement
-    from tinyloop_serve.deploy.fleet import Fleet, Plan, replica_flags
+    from tinyloop_serve.deploy.fleet import Fleet, Plan, replica_count, replica_flags
     from tinyloop_serve.deploy.outcome import CommandFault
 
+    config = os.path.abspath(flags.config) if flags.config else ""
+    if flags.profile:
+        from tinyloop_serve.deploy import profiles
+
+        config = profiles.path(flags.profile)
     if flags.die_with_parent:
         from tinyloop_serve.protocol.host import die_with_parent
 
         die_with_parent(flags.die_with_parent)
     devices = placement.named(flags.devices) if flags.devices else ()
-    replicas = flags.replicas or len(devices) or 2
+    configured = replica_count(config) if config else 0
+    replicas = flags.replicas or configured or len(devices) or DEFAULT_REPLICAS
     if devices:
         try:
             placement.placed(replicas, devices)
@@ -82,8 +103,8 @@ def _up(flags: argparse.Namespace) -> int:
         threads=flags.threads,
         max_seq_len=flags.max_seq_len,
         log=flags.log,
-        config=os.path.abspath(flags.config) if flags.config else "",
-        replica_flags=replica_flags(flags.config) if flags.config else (),
+        config=config,
+        replica_flags=replica_flags(config) if config else (),
     )
     return Fleet(plan).run()
 

@@ -25,7 +25,6 @@ class Fleet:
     def __init__(self, directory: str, config: str, *flags: str) -> None:
         self.directory = Path(directory)
         (self.directory / "fleet.toml").write_text(config)
-        self.endpoint = f"ipc://{directory}/tinyloop/front.sock"
         self.said: list[str] = []  # on its standard error
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tinyloop_serve.deploy.cli", "up"]
@@ -37,8 +36,10 @@ class Fleet:
         )
         threading.Thread(target=self._listen, daemon=True).start()
         assert self.process.stdout is not None
-        if not self.process.stdout.readline().startswith("READY"):
+        ready = self.process.stdout.readline()
+        if not ready.startswith("READY"):
             raise RuntimeError("the fleet did not start:\n" + "".join(self.said))
+        self.endpoint = ready.partition("endpoint=")[2].split()[0]
 
     def _listen(self) -> None:
         assert self.process.stderr is not None

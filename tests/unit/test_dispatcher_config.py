@@ -32,7 +32,7 @@ def test_flags_win_over_the_file_and_other_tables_are_not_ours(tmp_path: Path) -
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"  # an example key of ZeroMQ RFC 26
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"batch_sizes": [0, 2]}, "batch_sizes[0]", "from 2"),
+    ({"batch_sizes": [0, 2]}, "batch_sizes[0]", "from 1"),
     ({"batch_sizes": []}, "batch_sizes", "at least one"),
     ({"batch_sizes": [2, 2]}, "batch_sizes", "differ"),
     ({"batch_sizes": 4}, "batch_sizes", "a list"),
