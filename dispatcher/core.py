@@ -276,7 +276,9 @@ class Core(Operator):
                 self._answered(request, payload, now)
             else:
                 request.payloads.append(payload)  # what it would go on after
-        self.tokens += sum(step.tokens)
+        given = sum(step.tokens)
+        self.tokens += given
+        replica.tokens += given
         self._out += [Send(client, None, tuple(bodies)) for client, bodies in mail.items()]
         if step.idle:
             self._run_over(replica, now)

@@ -16,6 +16,7 @@ from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.effects import Send
 from tinyloop_serve.dispatcher.handles import Handles
 from tinyloop_serve.dispatcher.journal import Journal
+from tinyloop_serve.dispatcher.recent import Recent
 from tinyloop_serve.dispatcher.replicas import Replicas
 from tinyloop_serve.dispatcher.requests import Request, Requests, State
 from tinyloop_serve.protocol import codec, errors, messages
@@ -29,6 +30,7 @@ class Exits:
         self.replicas = Replicas(config, now)  # who serves
         self.handles = Handles()  # what the replicas hold
         self.clients = Clients()  # who is still there
+        self.recent = Recent()  # how long requests took
         self.outcomes: Counter[str] = Counter()  # of requests: "answered", "cancelled", or what went wrong
         self.tokens = 0  # forwarded
         self.refused = 0  # requests that were never admitted
@@ -58,6 +60,8 @@ class Exits:
         self.admission.ended(request.tenant, request.cost, share, running=running, now=now)
         self.requests.end(request, failed=outcome not in ("answered", "cancelled"))
         self.outcomes[outcome] += 1
+        if outcome == "answered" and stats is not None:
+            self.recent.answered(request.arrived, stats, now)
         self._journal.request(request, outcome, now, stats)
         self._stirred = True
 

@@ -30,6 +30,8 @@ def snapshot(core: Core, status_id: str, now: float) -> Status:
         failovers=core.failovers,
         handles=len(core.handles),
         draining=core.draining,
+        tokens=core.tokens,
+        latency=core.recent.latency(now),
     )
 
 
@@ -54,6 +56,7 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
         max_handles=budget.max_handles if budget else 0,
         speculation=_speculation(replica),
         health=replica.health,
+        tokens=replica.tokens,
     )
 
 
