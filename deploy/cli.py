@@ -24,7 +24,7 @@ EXITS = """exit status:
 GROUPS = (
     serving,  # up, reload
     asking,  # generate, chat
-    operating,  # status, handles, drain, resume, attach, detach
+    operating,  # status, top, handles, drain, resume, attach, detach
     artifacts,  # inspect, convert
     machine,  # keys, deploy
 )

@@ -30,10 +30,10 @@ def status(endpoint: str, *, as_json: bool) -> int:
 
 def describe_status(endpoint: str, found: Status) -> Iterable[str]:
     """Lines for people."""
-    yield f"tinyloop {found.version or '(version unknown)'} at {endpoint}, up {_duration(found.uptime_ms)}"
+    yield f"tinyloop {found.version or '(version unknown)'} at {endpoint}, up {duration(found.uptime_ms)}"
     if model := found.model:
         yield (
-            f"model {model.name}: {_count(model.parameters)} parameters, {model.loops} loops (at most"
+            f"model {model.name}: {count(model.parameters)} parameters, {model.loops} loops (at most"
             f" {model.max_loops}), context {model.max_seq_len} tokens, {model.fingerprint[:12]}"
         )
     else:
@@ -43,7 +43,7 @@ def describe_status(endpoint: str, found: Status) -> Iterable[str]:
         f" {found.failed} failed; {found.clients} clients"
     )
     yield ""
-    yield from _table(
+    yield from table(
         ("REPLICA", "STATE", "PID", "RUNNING", "SERVED", "MEMORY", "SEEN", "ERROR"),
         [
             (
@@ -61,7 +61,7 @@ def describe_status(endpoint: str, found: Status) -> Iterable[str]:
     )
     if found.buckets:
         yield ""
-        yield from _table(
+        yield from table(
             ("WAITING", "OLDEST", "SHAPE"),
             [(str(b.waiting), f"{b.oldest_ms} ms", b.shape) for b in found.buckets],
         )
@@ -115,7 +115,7 @@ def convert(
 def describe_artifact(path: str, found: dict[str, Any]) -> Iterable[str]:
     """Lines for people."""
     config, metadata = found["config"], found["metadata"]
-    yield f"{path}: {_count(found['parameters'])} parameters, {found['file_bytes'] / 1e6:.1f} MB"
+    yield f"{path}: {count(found['parameters'])} parameters, {found['file_bytes'] / 1e6:.1f} MB"
     yield f"fingerprint    {found['fingerprint']}"
     loops = f"{config['loops']} loops (at most {config.get('max_loops', config['loops'])})"
     core = f"{config['n_core']} core x {loops}"
@@ -131,7 +131,7 @@ def describe_artifact(path: str, found: dict[str, Any]) -> Iterable[str]:
         yield ""
         yield from (f"card.{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in card.items())
     yield ""
-    yield from _table(
+    yield from table(
         ("TENSOR", "DTYPE", "SHAPE", "BYTES"),
         [
             (tensor["name"], tensor["dtype"], "x".join(map(str, tensor["shape"])), str(tensor["bytes"]))
@@ -160,21 +160,21 @@ def _metadata(name: str, text: str) -> Any:
     return text
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
     table = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _count(number: int) -> str:
+def count(number: int) -> str:
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return str(number)
 
 
-def _duration(ms: int) -> str:
+def duration(ms: int) -> str:
     seconds = ms // 1000
     if seconds < 120:
         return f"{seconds} s"

@@ -283,6 +283,7 @@ class Core(Operator):
                 request.payloads.append(payload)  # what it would go on after
         if given := sum(step.tokens):
             self.metrics.tokens += given
+            replica.tokens += given
             if replica.stepped_at:
                 self.metrics.stepped(now - replica.stepped_at, sum(map(bool, step.tokens)))
             replica.stepped_at = now

@@ -15,6 +15,7 @@ from tinyloop_serve.dispatcher.effects import Send
 from tinyloop_serve.dispatcher.handles import Handles
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.metrics import Metrics
+from tinyloop_serve.dispatcher.recent import Recent
 from tinyloop_serve.dispatcher.replicas import Replicas
 from tinyloop_serve.dispatcher.requests import Request, Requests, State
 from tinyloop_serve.protocol import codec, errors, messages
@@ -29,6 +30,7 @@ class Exits:
         self.handles = Handles()  # what the replicas hold
         self.clients = Clients()  # who is still there
         self.metrics = Metrics(config.tenants.names)  # what has happened
+        self.recent = Recent()  # how long requests took
         self.failovers = 0  # requests that went on after a replica was lost
         self._config = config
         self._journal = journal
@@ -58,6 +60,8 @@ class Exits:
         verdict = terminal or heard
         stats = verdict.stats if isinstance(verdict, messages.Done) else None
         self.metrics.ended(request, outcome, stats, now)
+        if outcome == "answered" and stats is not None:
+            self.recent.answered(request.arrived, stats, now)
         self._journal.request(request, outcome, verdict, now)
         self._stirred = True
 

@@ -49,6 +49,7 @@ class Replica:
     drained_at: float = NEVER  # when its requests are moved
     leaving: bool = False  # it is to be forgotten when it has drained
     served: int = 0
+    tokens: int = 0  # that it gave
     idle_since: float = 0.0
     last_seen: float = 0.0
     silent_since: float = NEVER  # the first ping that nothing has answered

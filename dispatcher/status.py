@@ -31,6 +31,8 @@ def snapshot(core: Core, status_id: str, now: float) -> Status:
         failovers=core.failovers,
         handles=len(core.handles),
         draining=core.draining,
+        tokens=core.metrics.tokens,
+        latency=core.recent.latency(now),
     )
 
 
@@ -78,6 +80,7 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
         max_handles=budget.max_handles if budget else 0,
         speculation=_speculation(replica),
         health=replica.health,
+        tokens=replica.tokens,
     )
 
 

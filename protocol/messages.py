@@ -258,12 +258,22 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     max_handles: int = 0
     speculation: str = ""  # "on 1.42x", "off 1.1x", "pending"
     health: str = "ok"  # or what is wrong
+    tokens: int = 0  # that it has made since the dispatcher knows it
 
 
 class BucketStatus(msgspec.Struct, frozen=True):
     shape: str  # human-readable: loops, band, cache mode, sampling
     waiting: int
     oldest_ms: int
+
+
+class Latency(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of requests that were answered lately. Milliseconds: median, 90th and 99th percentile."""
+
+    requests: int = 0  # it was taken from; 0 = there were none
+    first_token_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)  # from arrival
+    token_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)  # each token after the first
+    whole_ms: tuple[float, float, float] = (0.0, 0.0, 0.0)  # from arrival to the end
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -296,6 +306,8 @@ class Status(Message, frozen=True):
     failovers: int = 0
     handles: int = 0
     draining: bool = False
+    tokens: int = 0  # forwarded
+    latency: Latency = Latency()
 
 
 class Pong(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""`tinyloop status`, `handles`, `drain`, `resume`, `attach`, `detach`: a running fleet, seen and steered."""
+"""`tinyloop status`, `top`, `handles`, `drain`, `resume`, `attach`, `detach`: care of a running fleet."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from tinyloop_serve.deploy.flags import Subcommands, add_connection, add_json, e
 def add(commands: Subcommands) -> None:
     status = commands.add_parser("status", help="replicas, queues and counts of the fleet")
     status.set_defaults(run=_status)
+
+    top = commands.add_parser("top", help="the fleet's load, live: replicas, budgets, queues, latencies")
+    top.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="S", help="between two looks (default 1)"
+    )
+    top.add_argument("--once", action="store_true", help="one look, over one interval (so does --json)")
+    top.set_defaults(run=_top)
 
     handles = commands.add_parser("handles", help="prefixes and resume handles that the fleet holds")
     handles.add_argument("--drop", default="", metavar="NAME", help="free this one")
@@ -34,7 +41,7 @@ def add(commands: Subcommands) -> None:
     for order in (drain, resume, attach, detach):
         order.set_defaults(run=_order)
 
-    for command in (status, handles, drain, resume, attach, detach):
+    for command in (status, top, handles, drain, resume, attach, detach):
         add_connection(command)
         add_json(command)
 
@@ -43,6 +50,13 @@ def _status(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy import report
 
     return report.status(endpoint(flags), as_json=flags.json)
+
+
+def _top(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import top
+
+    interval_s = max(flags.interval, 0.1)
+    return top.show(endpoint(flags), interval_s=interval_s, once=flags.once, as_json=flags.json)
 
 
 def _handles(flags: argparse.Namespace) -> int:
