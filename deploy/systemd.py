@@ -43,6 +43,17 @@ class Fleet:
 
 def render(config_path: str, prefix: Path) -> list[Path]:
     """Writes the files; returns their paths. Raises `BadConfig` naming the table and the key at fault."""
+    written = []
+    for name, content in rendered(config_path).items():
+        path = prefix / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def rendered(config_path: str) -> dict[str, str]:
+    """The files' contents, by their paths below the prefix. Raises `BadConfig`."""
     text, tables = _read(config_path)
     fleet = _fleet(tables)
     places = _places(fleet)
@@ -50,26 +61,20 @@ def render(config_path: str, prefix: Path) -> list[Path]:
     flags = replica_flags(config_path)
     values = _values(fleet, dispatcher, tables, flags, on_devices=bool(places))
     units = files("tinyloop_serve.deploy").joinpath("units")
-    rendered = {
+    made = {
         f"{UNITS}/{name}": _fill(units.joinpath(name).read_text("utf-8"), values)
         for name in ("tinyloop.target", "tinyloop-dispatcher.service", "tinyloop-replica@.service")
     }
     for n, place in enumerate(places):
-        rendered[f"{UNITS}/tinyloop-replica@{n}.service.d/device.conf"] = (
+        made[f"{UNITS}/tinyloop-replica@{n}.service.d/device.conf"] = (
             f"[Service]\nEnvironment=DEVICE={place.device} DEVICE_SHARE={place.share}\n"
         )
-    rendered["usr/lib/sysusers.d/tinyloop.conf"] = _fill(
+    made["usr/lib/sysusers.d/tinyloop.conf"] = _fill(
         units.joinpath("tinyloop.sysusers").read_text("utf-8"), values
     )
-    rendered["etc/tinyloop/tinyloop.env"] = units.joinpath("tinyloop.env").read_text("utf-8")
-    rendered["etc/tinyloop/fleet.toml"] = text
-    written = []
-    for name, content in rendered.items():
-        path = prefix / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
-        written.append(path)
-    return written
+    made["etc/tinyloop/tinyloop.env"] = units.joinpath("tinyloop.env").read_text("utf-8")
+    made["etc/tinyloop/fleet.toml"] = text
+    return made
 
 
 def fleet_of(config_path: str) -> Fleet:

@@ -1,13 +1,22 @@
-"""`tinyloop keys`, `deploy`: files of this machine."""
+"""`tinyloop doctor`, `keys`, `deploy`: this machine and its files."""
 
 from __future__ import annotations
 
 import argparse
 
-from tinyloop_serve.deploy.flags import Subcommands, add_json
+from tinyloop_serve.deploy.flags import Subcommands, add_endpoint, add_json, positive
 
 
 def add(commands: Subcommands) -> None:
+    doctor = commands.add_parser("doctor", help="what is wrong with this machine or a configuration")
+    doctor.add_argument("--config", default="", metavar="FILE", help="TOML, as for `tinyloop up`")
+    doctor.add_argument("--model", default="", metavar="FILE", help="default: the demo model; [fleet] wins")
+    doctor.add_argument("--replicas", type=positive, default=0, metavar="N", help="default: [fleet]'s, or 2")
+    doctor.add_argument("--threads", type=positive, default=0, metavar="N", help="as for `tinyloop up`")
+    add_endpoint(doctor)
+    add_json(doctor)
+    doctor.set_defaults(run=_doctor)
+
     keys = commands.add_parser("keys", help="keys for fleets and clients on a network")
     what = keys.add_subparsers(dest="what", required=True, metavar="WHAT")
     new = what.add_parser("new", help="make a pair: NAME.key is secret, NAME.pub is not")
@@ -26,6 +35,13 @@ def add(commands: Subcommands) -> None:
     systemd.add_argument("--prefix", required=True, metavar="DIR", help="the files are written below it")
     add_json(systemd)
     deploy.set_defaults(run=_deploy)
+
+
+def _doctor(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy.doctor import report
+
+    named = (flags.config, flags.model, flags.endpoint or "")
+    return report.run(*named, flags.replicas, flags.threads, as_json=flags.json)
 
 
 def _keys(flags: argparse.Namespace) -> int:
