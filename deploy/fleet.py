@@ -49,6 +49,7 @@ class Plan:
     replicas: int = 2
     threads: int = 0  # per replica; 0 = the cores divided among them
     max_seq_len: int = 0  # 0 = the model's
+    weights: str = "auto"  # what the replicas hold matrices in
     log: str = ""  # file for the dispatcher's journal, a JSON line per request; "" = nowhere
     config: str = ""  # TOML file for the dispatcher; "" = its defaults
     replica_flags: tuple[str, ...] = ()  # more flags for every replica
@@ -72,7 +73,7 @@ def replica_flags(path: str) -> tuple[str, ...]:
 def replica_options(plan: Plan, n: int) -> list[str]:
     """The flags of replica `n` that say what it does, and where."""
     options = ["--model", plan.model, "--threads", str(plan.threads_each())]
-    options += ["--max-seq-len", str(plan.max_seq_len), *plan.replica_flags]
+    options += ["--max-seq-len", str(plan.max_seq_len), "--weights", plan.weights, *plan.replica_flags]
     return options + (placed(plan.replicas, plan.devices)[n].flags if plan.devices else [])
 
 

@@ -34,7 +34,8 @@ def describe_status(endpoint: str, found: Status) -> Iterable[str]:
     if model := found.model:
         yield (
             f"model {model.name}: {count(model.parameters)} parameters, {model.loops} loops (at most"
-            f" {model.max_loops}), context {model.max_seq_len} tokens, {model.fingerprint[:12]}"
+            f" {model.max_loops}), context {model.max_seq_len} tokens,"
+            f" {model.weights or 'unknown'} weights, {model.fingerprint[:12]}"
         )
     else:
         yield "model: none yet, no replica is ready"

@@ -5,7 +5,8 @@ their answers.
     former    what was current before: such a replica finishes answers that were begun with it
     accepted  what an operator lets replace `current`, once
 
-This file must not know replicas.
+The same file held in other weights gives other tokens, so it may not serve beside it; nor replace it, as an
+answer names its model by the fingerprint alone. This file must not know replicas.
 """
 
 from __future__ import annotations
@@ -45,25 +46,31 @@ class Models:
         """Returns "" or why a replica with this model must not serve; may change `current`."""
         if self.current is None:
             self.current = model
-        elif model.fingerprint == self.current.fingerprint:
-            pass
+        elif not self.would_admit(model):
+            served = self._served(model) or self.current
+            return f"it serves {_title(model)}, the fleet serves {_title(served)}"
         elif self.would_replace(model):
             self._former[self.current.fingerprint] = self.current
             self._former.pop(model.fingerprint, None)
             self.current, self._accepted = model, None
-        elif model.fingerprint not in self._former:
-            return f"it serves {_title(model)}, the fleet serves {_title(self.current)}"
         return ""
 
     def would_admit(self, model: ModelInfo) -> bool:
-        known = self.current is None or model.fingerprint in (self.current.fingerprint, *self._former)
-        return known or self.would_replace(model)
+        if served := self._served(model):
+            return model.weights == served.weights
+        return self.current is None or self.would_replace(model)
 
     def would_replace(self, model: ModelInfo) -> bool:
         """Whether a replica that announces it now would change the fleet's model."""
         differs = self.current is not None and model.fingerprint != self.current.fingerprint
         return differs and self._accepted in ("", model.fingerprint)
 
+    def _served(self, model: ModelInfo) -> ModelInfo | None:
+        """The current or former model of the same file."""
+        if self.current is not None and model.fingerprint == self.current.fingerprint:
+            return self.current
+        return self._former.get(model.fingerprint)
+
 
 def _title(model: ModelInfo) -> str:
-    return f"{model.name} ({model.fingerprint[:12]})"
+    return f"{model.name} ({', '.join(filter(None, (model.fingerprint[:12], model.weights)))})"

@@ -73,7 +73,7 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
         last_seen_ms=_ms(now - replica.last_seen) if replica.last_seen else 0,
         error=replica.error,
         fingerprint=replica.fingerprint,
-        weights=replica.ready.weights if replica.ready else "",
+        weights=replica.ready.model.weights if replica.ready else "",
         budget_bytes=budget.cache_bytes + budget.handle_bytes if budget else 0,
         reserved_bytes=ledger.cache_bytes + ledger.handle_bytes,
         handles=ledger.handles,

@@ -152,13 +152,20 @@ def inspect_artifact(path: str | os.PathLike[str]) -> dict[str, Any]:
     matrices = [t for t in found["tensors"] if len(t["shape"]) > 1 and t["name"] != "exit_gate.weight"]
     return {
         "config": json.loads(found["metadata"]["config"]),
-        "weights": _common(_WEIGHTS[matrix["dtype"]] for matrix in matrices),
+        "weights": _weights({matrix["name"]: _WEIGHTS[matrix["dtype"]] for matrix in matrices}),
         "layout": _common("panels" if len(matrix["shape"]) > 2 else "plain" for matrix in matrices),
         **found,
     }
 
 
-_WEIGHTS = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+_WEIGHTS = {"F16": "fp16", "BF16": "bf16", "F32": "fp32", "I8": "int8", "U8": "int4"}
+
+
+def _weights(stored: dict[str, str]) -> str:
+    ends = {stored.pop(name) for name in ("embed.weight", "head.weight") if name in stored}
+    if ends == {"int8"} and set(stored.values()) == {"int4"}:
+        return "int4"
+    return _common([*ends, *stored.values()])
 
 
 def _common(names: Iterable[str]) -> str:

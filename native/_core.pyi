@@ -199,13 +199,16 @@ class Model:
         simd: str = "auto",
         prefill_chunk: int = 256,
         device: str = "cpu",
+        weights: str = "auto",
     ) -> None:
         """Maps, validates and packs the artifact.
 
         max_seq_len: positions, 0 = the artifact's. threads: 0 = TINYLOOP_THREADS, else all usable cores.
         simd: "auto" or one of simd_levels(). prefill_chunk: the most rows of one forward pass; it changes
         memory and speed, never bits. device: "cpu", or a plug-in's: "cuda" (its first device), "cuda:1"; see
-        devices(). Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
+        devices(). weights: what matrices are held in, "fp16", "bf16", "int8" or "int4" (embedding and head:
+        int8); "auto" = TINYLOOP_WEIGHTS, else as the artifact has them. It changes tokens, always in the same
+        way. Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
         """
 
     def generate(self, prompt: Sequence[int], config: GenerateConfig) -> Generation:
@@ -316,6 +319,9 @@ class Model:
     @property
     def device_free_bytes(self) -> int:
         """Memory that the device has left; -1 when it computes in the host's."""
+    @property
+    def weights(self) -> str:
+        """What matrices are held in: "fp16", "bf16", "fp32", "int8", "int4"; "mixed" when they differ."""
     @property
     def weight_bytes(self) -> int:
         """Memory held by packed weights and work space."""

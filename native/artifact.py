@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tinyloop_serve.native import panels
+from tinyloop_serve.native import integer_panels, panels
 from tinyloop_serve.native.artifact_file import Entry, save
 from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.tensors import BF16, Tensor, all_finite, bits_of, dtype_name
@@ -27,6 +27,8 @@ FORMAT_VERSION = "1"
 REQUIRED = object()
 
 LAYOUTS = ("panels", "plain")
+INTEGERS = ("int8", "int4")
+ENDS = ("embed.weight", "head.weight")  # int8 beside int4 layers: four bits cost more there than they save
 
 NORMS = ("pre", "sandwich", "post", "pre_post")
 
@@ -98,13 +100,15 @@ def write(
     chat_template: str = "",
     card: Mapping[str, object] | None = None,
     layout: str = "panels",
+    weights: str | None = None,
 ) -> None:
     """Check everything, then write the artifact beside `path` and rename it into place.
 
     `tensors` are float16, float32 or BF16 arrays, named and shaped as `expected_tensors(config)` says.
     `tokenizer` is the text of a tokenizer.json, `chat_template` a Jinja template, `card` a JSON-able dict.
     `layout` is how matrices are stored: "panels", which the engine uses in place, or "plain" rows, which it
-    copies. Raises ArtifactError, which names the field or tensor, before any file is touched.
+    copies. `weights` is "int8" or "int4", always in panels; None: as the tensors are. Raises ArtifactError,
+    which names the field or tensor, before any file is touched.
     """
     complete = complete_config(config)
     _check_tensors(complete, tensors)
@@ -113,11 +117,15 @@ def write(
         raise refusal("chat_template", type(chat_template).__name__, "a string")
     if layout not in LAYOUTS:
         raise refusal("layout", layout, " | ".join(LAYOUTS))
+    if weights is not None and weights not in INTEGERS:
+        raise refusal("weights", weights, " | ".join(INTEGERS))
+    if weights and layout != "panels":
+        raise refusal("layout", layout, f"panels, for {weights} weights")
     metadata = {"format": FORMAT, "format_version": FORMAT_VERSION, "config": json.dumps(complete)}
     metadata |= {"tokenizer": tokenizer} if tokenizer else {}
     metadata |= {"chat_template": chat_template} if chat_template else {}
     metadata |= {"card": _card_text(card)} if card is not None else {}
-    save(path, metadata, _entries(complete, tensors, layout))
+    save(path, metadata, _entries(complete, tensors, layout, weights))
 
 
 def complete_config(config: Mapping[str, object]) -> dict[str, object]:
@@ -273,31 +281,43 @@ def _card_text(card: Mapping[str, object]) -> str:
         raise refusal("card", card, f"JSON-able values ({error})") from None
 
 
-def _entries(config: Mapping[str, object], tensors: Mapping[str, Tensor], layout: str) -> list[Entry]:
-    """In the order of the file: panels, which need the data's alignment and keep it; then wide elements."""
+def _entries(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], layout: str, weights: str | None
+) -> list[Entry]:
+    """In the order of the file: panels of floats, which need the data's alignment and keep it, and of int8;
+    panels of int4, which need less; then wide elements."""
+    head_dim = _whole(config, "head_dim")
     packed, plain = [], []
     for name in expected_tensors(config):
         tensor = tensors[name]
-        if layout == "panels" and _fits_panels(name, tensors):
-            heads = panels.heads_of(name, _whole(config, "head_dim"))
-            shape = panels.packed_shape(tensor.shape, heads)
-            packed.append(Entry(name, dtype_name(tensor), shape, partial(_packed, tensor, heads)))
-        else:
-            plain.append(Entry(name, dtype_name(tensor), tensor.shape, partial(_little_endian, tensor)))
+        if len(tensor.shape) == 2 and name != "exit_gate.weight":
+            heads = panels.heads_of(name, head_dim)
+            if weights == "int8" or (weights and name in ENDS):
+                shape = integer_panels.int8_shape(tensor.shape, heads)
+                packed.append(Entry(name, "I8", shape, partial(integer_panels.pack_int8, tensor, heads)))
+                continue
+            if weights:
+                shape = integer_panels.int4_shape(tensor.shape, heads)
+                packed.append(Entry(name, "U8", shape, partial(integer_panels.pack_int4, tensor, heads)))
+                continue
+            if layout == "panels" and _fits_panels(name, tensors, heads):
+                shape = panels.packed_shape(tensor.shape, heads)
+                packed.append(Entry(name, dtype_name(tensor), shape, partial(_packed, tensor, heads)))
+                continue
+        plain.append(Entry(name, dtype_name(tensor), tensor.shape, partial(_little_endian, tensor)))
+    packed.sort(key=lambda entry: entry.dtype == "U8")
     return packed + sorted(plain, key=lambda entry: -bits_of(tensors[entry.name]).itemsize)
 
 
-def _fits_panels(name: str, tensors: Mapping[str, Tensor]) -> bool:
-    """A matrix whose panels are whole units of alignment; wq, wk and wv only together, as one matrix."""
+def _fits_panels(name: str, tensors: Mapping[str, Tensor], heads: panels.Heads) -> bool:
+    """Where the panels are whole units of alignment; wq, wk and wv only together, as one matrix."""
     tensor = tensors[name]
-    if len(tensor.shape) != 2 or name == "exit_gate.weight":
-        return False
     stem, _, part = name.removesuffix(".weight").rpartition(".")
     if part in ("wq", "wk", "wv"):
         kinds = {dtype_name(tensors[f"{stem}.{one}.weight"]) for one in ("wq", "wk", "wv")}
         if len(kinds) > 1:
             return False
-    _, inputs, width = panels.packed_shape(tensor.shape, panels.heads_of(name, 0))
+    _, inputs, width = panels.packed_shape(tensor.shape, heads)
     return inputs * width * bits_of(tensor).itemsize % panels.ALIGNMENT == 0
 
 

@@ -20,7 +20,7 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_READ_HEADER_BYTES = 100_000_000  # of any safetensors file: the limit of the format's own library
 METADATA = "__metadata__"
 HASH = "data_sha256"
-ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 READ_BYTES = 1 << 24
 
 

@@ -277,7 +277,7 @@ class Latency(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What a replica serves; equal fingerprints mean equal tokens."""
+    """What a replica serves; equal fingerprints and weights mean equal tokens."""
 
     name: str
     fingerprint: str
@@ -288,6 +288,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     parameters: int = 0
     has_tokenizer: bool = False
     chat_template: str = ""
+    weights: str = ""  # what the engine holds matrices in: "fp16", "int8", ...
 
 
 class Status(Message, frozen=True):
@@ -442,7 +443,6 @@ class Ready(Message, frozen=True):
     tokenizer: str = ""  # tokenizer.json text; "" = token prompts only
     add_bos: int = -1  # token put in front of text prompts; -1 = none
     memory_bytes: int = 0
-    weights: str = ""  # "fp16", "bf16", "fp32", "int8", "int4"
     budget: Budget | None = None  # None: not limited
     calibration: Calibration | None = None  # None: not measured (yet): see Calibrated
     handles: tuple[HeldHandle, ...] = ()

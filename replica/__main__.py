@@ -46,7 +46,11 @@ def main(arguments: list[str]) -> int:
             signal.signal(number, mailbox.request_stop)
         budget.check_file(config)
         model = native.Model(
-            config.model, max_seq_len=config.max_seq_len, threads=config.threads, device=config.device
+            config.model,
+            max_seq_len=config.max_seq_len,
+            threads=config.threads,
+            device=config.device,
+            weights=config.weights,
         )
         shape = model.config
         allowed = budget.of(model, config, shape.get("max_loops", shape["loops"]))
@@ -137,6 +141,7 @@ def _announcement(config: Config, model: native.Model, has_tokenizer: bool, allo
         parameters=model.parameters,
         has_tokenizer=has_tokenizer,
         chat_template=model.metadata.get("chat_template", ""),
+        weights=model.weights,
     )
     return Ready(
         name=config.name,

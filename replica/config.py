@@ -39,6 +39,7 @@ class Config:
     stall_s: float = 30.0  # no step in the middle of a run for so long: end with status 70
     parent: int = 0  # process id of the supervisor we die with; 0 = none
     device_share: int = 1  # so many replicas share the device's own memory
+    weights: str = "auto"  # of the engine; "auto" = TINYLOOP_WEIGHTS, else as the artifact has them
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -115,6 +116,9 @@ def parse(arguments: Sequence[str]) -> Config:
         default=1,
         metavar="N",
         help="take at most 1/N of the device's own memory: N replicas are on it (default 1)",
+    )
+    parser.add_argument(
+        "--weights", default="auto", metavar="W", help="fp16, bf16, int8, int4; default: the model's"
     )
     parser.add_argument(
         "--drain-s", type=_seconds, default=2.0, metavar="S", help="for the run in progress at SIGTERM"

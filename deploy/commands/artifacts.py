@@ -21,7 +21,7 @@ def add(commands: Subcommands) -> None:
     convert.add_argument("target", metavar="TARGET")
     convert.add_argument(
         "--weights",
-        choices=("fp16", "bf16", "fp32"),
+        choices=("fp16", "bf16", "fp32", "int8", "int4"),
         help="type of the matrices (default: fp16; another artifact's: as they are)",
     )
     convert.add_argument(

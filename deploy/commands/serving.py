@@ -37,6 +37,12 @@ def add(commands: Subcommands) -> None:
         "--threads", type=positive, default=0, metavar="N", help="per replica (default: share cores)"
     )
     up.add_argument("--max-seq-len", type=positive, default=0, metavar="N", help="default: the model's")
+    up.add_argument(
+        "--weights",
+        choices=("auto", "fp16", "bf16", "int8", "int4"),
+        default="auto",
+        help="in memory (default: $TINYLOOP_WEIGHTS, else the model's)",
+    )
     configuration = up.add_mutually_exclusive_group()
     configuration.add_argument(
         "--config", default="", metavar="FILE", help="TOML: [dispatcher], [tenants.NAME], [replica] tables"
@@ -102,6 +108,7 @@ def _up(flags: argparse.Namespace) -> int:
         devices=devices,
         threads=flags.threads,
         max_seq_len=flags.max_seq_len,
+        weights=flags.weights,
         log=flags.log,
         config=config,
         replica_flags=replica_flags(config) if config else (),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from tinyloop_serve.native.artifact import INTEGERS
 from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.tensors import BF16, Tensor, float32
 
@@ -15,33 +16,40 @@ DTYPES: dict[str, Callable[[npt.NDArray[np.float32]], Tensor]] = {
     "bf16": BF16.from_float32,
     "fp32": lambda values: values,
 }
+WEIGHTS = (*DTYPES, *INTEGERS)
 BLOCK_ELEMENTS = 1 << 22  # converted at a time, so that an embedding needs no fp32 copy of itself
 
 
 def check_weights(weights: str) -> None:
-    if weights not in DTYPES:
-        raise refusal("weights", weights, " | ".join(DTYPES))
+    if weights not in WEIGHTS:
+        raise refusal("weights", weights, " | ".join(WEIGHTS))
 
 
-def to_dtype(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    """A matrix in `dtype`, a vector (or a matrix of one row) in fp32. What is exact stays exact.
+def integers(weights: str | None) -> str | None:
+    """What `artifact.write` shall make of the tensors that `to_dtype` gave."""
+    return weights if weights in INTEGERS else None
+
+
+def to_dtype(name: str, tensor: Tensor, weights: str) -> Tensor:
+    """A matrix in the type `weights`, a vector (or a matrix of one row) in fp32. What is exact stays exact.
+    Matrices that the writer will quantise stay as they are.
 
     Raises ArtifactError naming the tensor `name` for numbers that fp16 cannot hold.
     """
     if len(tensor.shape) == 1 or tensor.shape[0] == 1:
         return float32(tensor)
-    if dtype == "bf16" and isinstance(tensor, BF16):
+    if weights in INTEGERS or (weights == "bf16" and isinstance(tensor, BF16)):
         return tensor
     rows = max(1, BLOCK_ELEMENTS * tensor.shape[0] // max(1, int(np.prod(tensor.shape))))
     blocks = [
-        _converted(name, float32(_rows(tensor, first, first + rows)), dtype)
+        _converted(name, float32(_rows(tensor, first, first + rows)), weights)
         for first in range(0, tensor.shape[0], rows)
     ]
     if len(blocks) == 1:
         return blocks[0]
     arrays = [block.bits if isinstance(block, BF16) else block for block in blocks]
     joined = np.concatenate(arrays)
-    return BF16(joined) if dtype == "bf16" else joined
+    return BF16(joined) if weights == "bf16" else joined
 
 
 def _rows(tensor: Tensor, first: int, last: int) -> Tensor:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tinyloop_serve.native import artifact
 from tinyloop_serve.native.errors import TinyLoopError, refusal
 from tinyloop_serve.native.importers import byte_bpe
-from tinyloop_serve.native.importers.dtypes import Progress, check_weights, to_dtype
+from tinyloop_serve.native.importers.dtypes import Progress, check_weights, integers, to_dtype
 from tinyloop_serve.native.tensors import Tensor
 
 MODEL_TENSORS = {"token_embd.weight": "embed.weight", "output_norm.weight": "final_norm.weight"}
@@ -55,7 +55,7 @@ def convert_gguf(
 ) -> dict[str, object]:
     """Write the GGUF file `source` as the artifact `target` and return the artifact's config.
 
-    `weights` ("fp16", "bf16" or "fp32") is the type of the matrices; vectors (norms, biases) stay fp32.
+    `weights` ("fp16", "bf16", "fp32", "int8" or "int4") is the type of the matrices; vectors stay fp32.
     `layout` is that of `artifact.write`. Raises ArtifactError naming the GGUF key or tensor that is not
     supported; nothing is written then.
     """
@@ -80,6 +80,7 @@ def convert_gguf(
         chat_template=chat_template,
         card=card,
         layout=layout,
+        weights=integers(weights),
     )
     return config
 

@@ -19,7 +19,7 @@ from tinyloop_serve.native import artifact
 from tinyloop_serve.native.errors import refusal
 from tinyloop_serve.native.importers import huginn, llama, nanbeige, ouro
 from tinyloop_serve.native.importers.beta import measure_beta as measured_beta
-from tinyloop_serve.native.importers.dtypes import Progress, check_weights, to_dtype
+from tinyloop_serve.native.importers.dtypes import Progress, check_weights, integers, to_dtype
 from tinyloop_serve.native.importers.plan import ConfigKeys, Family, Part, Plan
 from tinyloop_serve.native.importers.shards import Stored, open_shards, read_json
 from tinyloop_serve.native.importers.text import read_text
@@ -40,10 +40,10 @@ def convert_huggingface(
 ) -> dict[str, object]:
     """Write the model in the folder `source` as the artifact `target` and return the artifact's config.
 
-    `weights` ("fp16", "bf16" or "fp32") is the type of the matrices; vectors stay fp32. `layout` is that of
-    `artifact.write`. `max_loops` is the most that a request may ask for; None: twice the trained loops of a
-    looped model. Raises ArtifactError naming the key of config.json, the tensor or the file that is not
-    supported; nothing is written then.
+    `weights` ("fp16", "bf16", "fp32", "int8" or "int4") is the type of the matrices; vectors stay fp32.
+    `layout` is that of `artifact.write`. `max_loops` is the most that a request may ask for; None: twice the
+    trained loops of a looped model. Raises ArtifactError naming the key of config.json, the tensor or the
+    file that is not supported; nothing is written then.
     """
     check_weights(weights)
     folder = Path(source)
@@ -67,6 +67,7 @@ def convert_huggingface(
         chat_template=text.chat_template,
         card=card,
         layout=layout,
+        weights=integers(weights),
     )
     return config
 

@@ -13,7 +13,7 @@ from typing import Any
 from tinyloop_serve.native import artifact, panels
 from tinyloop_serve.native.artifact_file import HASH, verify
 from tinyloop_serve.native.errors import refusal
-from tinyloop_serve.native.importers.dtypes import Progress, check_weights, to_dtype
+from tinyloop_serve.native.importers.dtypes import Progress, check_weights, integers, to_dtype
 from tinyloop_serve.native.importers.shards import Stored, open_file, read_metadata
 from tinyloop_serve.native.tensors import BF16, Tensor, bits_of
 
@@ -50,6 +50,7 @@ def convert_tinyloop(
         chat_template=metadata.get("chat_template", ""),
         card=_object("card", metadata["card"]) if "card" in metadata else None,
         layout=layout,
+        weights=integers(weights),
     )
     return config
 

@@ -129,9 +129,12 @@ tl_tensor Artifact::tensor(const std::string& name) const {
     return found == views_.end() ? tl_tensor{} : found->second;
 }
 
-std::shared_ptr<const MappedFile> Artifact::panel_memory() const {
-    const bool used =
-        std::any_of(views_.begin(), views_.end(), [](const auto& view) { return view.second.layout == TL_PANELS; });
+std::shared_ptr<const MappedFile> Artifact::panel_memory(int weights) const {
+    const bool used = std::any_of(views_.begin(), views_.end(), [&](const auto& view) {
+        const tl_tensor& tensor = view.second;
+        const bool integers = tensor.dtype == TL_INT8 || tensor.dtype == TL_INT4;
+        return tensor.layout == TL_PANELS && (integers || weights == TL_AS_STORED || weights == tensor.dtype);
+    });
     return used ? file_ : nullptr;
 }
 

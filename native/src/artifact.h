@@ -49,8 +49,9 @@ class Artifact {
     const ArtifactInfo& info() const { return info_; }
     // View into the mapped file; data is null when the model has no tensor of that name.
     tl_tensor tensor(const std::string& name) const;
-    // What keeps the tensors in panels alive, for a backend that uses them in place; null when none is in panels.
-    std::shared_ptr<const MappedFile> panel_memory() const;
+    // What keeps the tensors in panels alive, for a backend that uses those in place that are integers or of type
+    // `weights`, or all of them for TL_AS_STORED; null when there are none.
+    std::shared_ptr<const MappedFile> panel_memory(int weights) const;
 
   private:
     size_t read_header();  // returns where the data begins

@@ -8,7 +8,7 @@
 namespace tinyloop {
 namespace {
 
-constexpr uint64_t kPanelAlignment = 64;  // of a tensor in panels, in memory: mappings begin at a page
+constexpr uint64_t kPanelAlignment = 64, kInt4Alignment = 32;  // of a tensor in panels; mappings begin at a page
 
 [[noreturn]] void bad(const std::string& field, const std::string& value, const std::string& accepted) {
     refuse(ErrorKind::artifact, field, value, accepted);
@@ -21,12 +21,16 @@ struct DtypeName {
     int dtype;
     uint64_t bytes;
 };
-constexpr DtypeName kDtypes[] = {{"F32", TL_F32, 4}, {"F16", TL_F16, 2}, {"BF16", TL_BF16, 2}};
+constexpr DtypeName kDtypes[] = {
+    {"F32", TL_F32, 4}, {"F16", TL_F16, 2}, {"BF16", TL_BF16, 2}, {"I8", TL_INT8, 1}, {"U8", TL_INT4, 1}};
 
-const DtypeName& dtype_of(const std::string& field, const Json* value) {
+const DtypeName& dtype_of(const ExpectedTensor& want, const std::string& field, const Json* value) {
+    const bool matrix = !want.panels.empty();
     for (const DtypeName& known : kDtypes)
-        if (value && value->kind == Json::Kind::string && value->string == known.name) return known;
-    bad(field + ".dtype", value ? value->string.substr(0, 20) : "missing", "F32, F16 or BF16");
+        if (value && value->kind == Json::Kind::string && value->string == known.name && (matrix || known.bytes > 1))
+            return known;
+    bad(field + ".dtype", value ? value->string.substr(0, 20) : "missing",
+        matrix ? "F32, F16, BF16, I8 or U8" : "F32, F16 or BF16");
 }
 
 std::string shape_text(const std::vector<int64_t>& shape) {
@@ -35,29 +39,49 @@ std::string shape_text(const std::vector<int64_t>& shape) {
     return text + "]";
 }
 
-// What the last 16 outputs and, in every head, the last inputs or outputs are padded with. A model in panels gives the
-// tokens of the same model in rows only if that is zero, and few matrices have any: then one panel is read.
-bool padding_is_zero(const ExpectedTensor& want, const unsigned char* data, uint64_t element_bytes) {
-    auto real = [](int64_t place, int64_t size, int head) {
-        if (!head) return place < size;
-        const int64_t padded = (head + 15) / 16 * 16;
-        return place % padded < head && place / padded * head < size;
+// The shape of the matrix in panels of this type.
+std::vector<int64_t> panel_shape(const ExpectedTensor& want, int dtype) {
+    const int64_t panels = want.panels[0], groups = (want.panels[1] + 31) / 32;
+    if (dtype == TL_INT8) return {panels, groups * 8 + 1, 16, 4};  // the last: 16 float scales
+    if (dtype == TL_INT4) return {panels, groups, 288};            // 256 bytes of two weights each, 16 fp16 scales
+    return want.panels;
+}
+
+// Whether place i of an axis of `size` elements, in heads of `head` where that is not 0, is one of them.
+bool real(int64_t i, int64_t size, int head) {
+    if (!head) return i < size;
+    const int64_t padded = (head + 15) / 16 * 16;
+    return i % padded < head && i / padded * head < size;
+}
+
+// Outputs that pad the last panel or a head must be zero, or integers of scale zero, and so must floats that pad
+// inputs: else the model would not give the tokens of the same model in rows. Few matrices have any padding, and then
+// mostly one panel of it, so little is read.
+bool padding_is_zero(const ExpectedTensor& want, int dtype, const unsigned char* data) {
+    const std::vector<int64_t> shape = panel_shape(want, dtype);
+    uint64_t panel_bytes = dtype == TL_F32 ? 4 : dtype == TL_F16 || dtype == TL_BF16 ? 2 : 1;
+    const uint64_t element = panel_bytes;
+    for (size_t i = 1; i < shape.size(); ++i) panel_bytes *= static_cast<uint64_t>(shape[i]);
+    auto zero = [](const unsigned char* at, uint64_t bytes) {
+        return std::all_of(at, at + bytes, [](unsigned char byte) { return byte == 0; });
     };
-    const int64_t panels = want.panels[0], inputs = want.panels[1], width = want.panels[2];
-    const bool inputs_padded = inputs != want.shape[1];
-    for (int64_t p = 0; p < panels; ++p) {
-        bool padded = inputs_padded;
-        for (int64_t j = 0; j < width; ++j) padded |= !real(p * width + j, want.shape[0], want.output_heads);
-        for (int64_t k = 0; padded && k < inputs; ++k)
-            for (int64_t j = 0; j < width; ++j) {
-                if (real(p * width + j, want.shape[0], want.output_heads) && real(k, want.shape[1], want.input_heads))
-                    continue;
-                const unsigned char* element =
-                    data + static_cast<uint64_t>((p * inputs + k) * width + j) * element_bytes;
-                if (std::any_of(element, element + element_bytes, [](unsigned char byte) { return byte != 0; }))
-                    return false;
+    const bool padded_inputs = want.panels[1] != want.shape[1];
+    for (int64_t p = 0; p < shape[0]; ++p, data += panel_bytes)
+        for (int64_t j = 0; j < 16; ++j) {
+            const bool output = real(p * 16 + j, want.shape[0], want.output_heads);
+            const uint64_t at = static_cast<uint64_t>(j);
+            if (dtype == TL_INT8) {
+                if (!output && !zero(data + panel_bytes - 64 + at * 4, 4)) return false;
+            } else if (dtype == TL_INT4) {
+                for (uint64_t group = 0; !output && group < panel_bytes; group += 288)
+                    if (!zero(data + group + 256 + at * 2, 2)) return false;
+            } else {
+                for (int64_t k = 0; (!output || padded_inputs) && k < shape[1]; ++k)
+                    if (!(output && real(k, want.shape[1], want.input_heads)) &&
+                        !zero(data + (static_cast<uint64_t>(k) * 16 + at) * element, element))
+                        return false;
             }
-    }
+        }
     return true;
 }
 
@@ -90,16 +114,19 @@ void Artifact::read_tensor(const ExpectedTensor& want, const Json& entry, size_t
     for (const auto& [key, value] : entry.members)
         if (key != "dtype" && key != "shape" && key != "data_offsets")
             bad(field + "." + key.substr(0, 60), "present", "dtype, shape, data_offsets");
-    const DtypeName& dtype = dtype_of(field, entry.find("dtype"));
+    const DtypeName& dtype = dtype_of(want, field, entry.find("dtype"));
 
     const Json* shape_json = entry.find("shape");
     std::vector<int64_t> shape;
     if (shape_json)
         for (const Json& item : shape_json->items) shape.push_back(item.is_integer ? item.integer : -1);
-    const bool panels = !want.panels.empty() && shape == want.panels;
-    if (!panels && shape != want.shape)
+    const std::vector<int64_t> in_panels = want.panels.empty() ? want.panels : panel_shape(want, dtype.dtype);
+    const bool panels = !in_panels.empty() && shape == in_panels, integers = dtype.bytes == 1;
+    if (!panels && (integers || shape != want.shape))
         bad(field + ".shape", shape_json ? shape_text(shape) : "missing",
-            shape_text(want.shape) + (want.panels.empty() ? "" : ", or in panels " + shape_text(want.panels)));
+            integers            ? shape_text(in_panels)
+            : in_panels.empty() ? shape_text(want.shape)
+                                : shape_text(want.shape) + ", or in panels " + shape_text(in_panels));
     uint64_t count = 1;  // no overflow: every expected dimension is bounded by parse_config
     for (int64_t size : shape) count *= static_cast<uint64_t>(size);
 
@@ -114,13 +141,13 @@ void Artifact::read_tensor(const ExpectedTensor& want, const Json& entry, size_t
     if (static_cast<uint64_t>(end - begin) != count * dtype.bytes)
         bad(field + ".data_offsets", shape_text({begin, end}), std::to_string(count * dtype.bytes) + " bytes");
     const uint64_t place = data_begin + static_cast<uint64_t>(begin);
-    const uint64_t alignment = panels ? kPanelAlignment : dtype.bytes;
+    const uint64_t alignment = !panels ? dtype.bytes : dtype.dtype == TL_INT4 ? kInt4Alignment : kPanelAlignment;
     if (place % alignment)
         bad(field + ".data_offsets", shape_text({begin, end}),
             "a place in the file that is a multiple of " + std::to_string(alignment) + ", not " +
                 std::to_string(place));
     const unsigned char* data = file_->data() + place;
-    if (panels && !padding_is_zero(want, data, dtype.bytes)) bad(field, "not zero in its padding", "zeros there");
+    if (panels && !padding_is_zero(want, dtype.dtype, data)) bad(field, "not zero in its padding", "zeros there");
 
     info_.tensors.push_back({want.name, dtype.dtype, shape, static_cast<uint64_t>(end - begin)});
     uint64_t parameters = 1;

@@ -208,7 +208,7 @@ py::dict inspect(const py::object& path) {
         py::gil_scoped_release released;
         info = inspect_artifact(name);
     }
-    static constexpr const char* kDtypes[] = {"F32", "F16", "BF16"};
+    static constexpr const char* kDtypes[] = {"F32", "F16", "BF16", "", "I8", "U8"};
     py::list tensors;
     for (const TensorInfo& t : info.tensors)
         tensors.append(
@@ -290,13 +290,14 @@ PYBIND11_MODULE(_core, m) {
 
     py::class_<PyModel>(m, "Model")
         .def(py::init([](const py::object& path, const py::int_& max_seq_len, const py::int_& threads,
-                         const std::string& simd, const py::int_& prefill_chunk, const std::string& device) {
+                         const std::string& simd, const py::int_& prefill_chunk, const std::string& device,
+                         const std::string& weights) {
                  return std::make_unique<PyModel>(
                      path, LoadOptions{narrow<int>("max_seq_len", max_seq_len), narrow<int>("threads", threads), simd,
-                                       narrow<int>("prefill_chunk", prefill_chunk), device});
+                                       narrow<int>("prefill_chunk", prefill_chunk), device, weights});
              }),
              "path"_a, py::kw_only(), "max_seq_len"_a = 0, "threads"_a = 0, "simd"_a = "auto", "prefill_chunk"_a = 256,
-             "device"_a = "cpu")
+             "device"_a = "cpu", "weights"_a = "auto")
         .def(
             "generate",
             [](const PyModel& self, const py::object& prompt, const GenerateConfig& config) {
@@ -344,6 +345,7 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("device", [](const PyModel& self) { return device_level(self.get().get()); })
         .def_property_readonly("device_free_bytes",
                                [](const PyModel& self) { return device_free_bytes(self.get().get()); })
+        .def_property_readonly("weights", [](const PyModel& self) { return weight_format(self.get().get()); })
         .def_property_readonly("weight_bytes", [](const PyModel& self) { return weight_bytes(self.get().get()); })
         .def_property_readonly("step_counter", [](const PyModel& self) { return step_counter(self.get().get()); });
 

@@ -22,6 +22,7 @@ int max_seq_len(const Model* model) { return model->options().max_seq_len; }
 std::string device_level(const Model* model) {
     return model->device().name + "/" + model->backend().model_level(model->handle());
 }
+std::string weight_format(const Model* model) { return model->options().weights; }
 int threads(const Model* model) { return model->options().threads; }
 uint64_t step_counter(const Model* model) { return model->backend().steps(model->handle()); }
 int64_t device_free_bytes(const Model* model) { return model->backend().free_bytes(model->handle()); }

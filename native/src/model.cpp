@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "cpu/kernels.h"
+#include "weight_formats.h"
 
 namespace tinyloop {
 namespace {
@@ -50,7 +51,7 @@ LoadOptions resolve(LoadOptions options, const ModelConfig& config) {
 }
 
 std::unique_ptr<tl_model, void (*)(tl_model*)> create(const Device& device, const Artifact& artifact,
-                                                      const LoadOptions& options) {
+                                                      const LoadOptions& options, int weights) {
     const ModelConfig& c = artifact.info().config;
     std::vector<tl_layer> layers;
     const std::pair<const char*, int> parts[] = {{"prelude", c.n_prelude}, {"core", c.n_core}, {"coda", c.n_coda}};
@@ -96,6 +97,7 @@ std::unique_ptr<tl_model, void (*)(tl_model*)> create(const Device& device, cons
     backend_options.max_rows = options.prefill_chunk;
     backend_options.simd = options.simd.c_str();
     backend_options.device = device.ordinal;
+    backend_options.weights = weights;
     tl_model* model = nullptr;
     tl_status status{};
     const int result = device.backend->model_create(&desc, &backend_options, &model, &status);
@@ -149,8 +151,10 @@ Model::Model(const std::string& path, const LoadOptions& options)
     const Artifact file(path);
     info_ = file.info();
     options_ = resolve(options, info_.config);
-    weights_in_place_ = file.panel_memory();
-    handle_ = create(device_, file, options_);
+    const int weights = parse_weight_format(options.weights, info_);
+    options_.weights = weight_format_name(weights, info_);
+    weights_in_place_ = file.panel_memory(weights);
+    handle_ = create(device_, file, options_, weights);
 }
 
 Cache Model::make_cache(int positions, int loops, int mode, int window) const {

@@ -1,7 +1,8 @@
-// The reader of hostile files: JSON corner cases, named refusals, random truncation and 14,000 random mutations.
+// The reader of hostile files: JSON corner cases, named refusals, random truncation and 15,000 random mutations.
 #include "artifact.h"
 
 #include <cstring>
+#include <tuple>
 
 #include "check.h"
 #include "json.h"
@@ -127,6 +128,27 @@ void test_refusals_in_panels() {
     CHECK(field_of(replaced(swapped, ".w?.", ".wk.")) == "tensor core.0.wk.weight.data_offsets");
 }
 
+void test_refusals_of_integers() {
+    const std::string int8 = tiny::bytes(tiny::config_json(), tiny::Layout::int8);
+    const std::string int4 = tiny::bytes(tiny::config_json(), tiny::Layout::int4);
+    CHECK(field_of(int8).empty() && field_of(int4).empty());
+    CHECK(field_of(replaced(int8, "\"shape\":[4,9,16,4]", "\"shape\":[4,8,18,4]")) == "tensor embed.weight.shape");
+    CHECK(field_of(replaced(int8, "\"shape\":[4,9,16,4]", "\"shape\":[61,   24]")) == "tensor embed.weight.shape");
+    const std::string gate = entry_of(int4, "core.0.w_gate.weight");
+    for (const auto& [from, to] : {std::pair{",288]", ",144]"}, {"\"U8\"", "\"I8\""}})
+        CHECK(field_of(replaced(int4, gate, replaced(gate, from, to))) == "tensor core.0.w_gate.weight.shape");
+    const std::string norm = entry_of(int8, "final_norm.weight");
+    CHECK(field_of(replaced(int8, norm, replaced(norm, "\"F32\"", "\"I8\" "))) == "tensor final_norm.weight.dtype");
+    // Scales of outputs that pad: of the vocabulary's last panel, of a head.
+    for (const auto& [file, name, at] : {std::tuple{&int8, "embed.weight", 3 * 576 + 512 + 13 * 4},
+                                         {&int8, "core.0.wq.weight", 512 + 6 * 4},
+                                         {&int4, "core.0.wq.weight", 256 + 6 * 2}}) {
+        std::string bad = *file;
+        bad[data_of(bad, name) + static_cast<size_t>(at)] = 1;
+        CHECK(field_of(bad) == "tensor " + std::string(name));
+    }
+}
+
 void test_fingerprint() {
     const tiny::File file;
     auto fingerprint = [&](std::string content, size_t changed) {
@@ -204,8 +226,10 @@ int main() {
     test_json();
     test_named_refusals();
     test_refusals_in_panels();
+    test_refusals_of_integers();
     test_fingerprint();
-    test_mutations(tiny::Layout::rows, 7000);
-    test_mutations(tiny::Layout::panels, 7000);
+    test_mutations(tiny::Layout::rows, 6000);
+    for (const tiny::Layout layout : {tiny::Layout::panels, tiny::Layout::int8, tiny::Layout::int4})
+        test_mutations(layout, 3000);
     return finish();
 }

@@ -9,7 +9,8 @@
 
 int main() {
     if (!std::freopen("/dev/null", "w", stderr)) return 1;  // refusals write a line each
-    for (const tiny::Layout layout : {tiny::Layout::rows, tiny::Layout::panels}) {
+    for (const tiny::Layout layout :
+         {tiny::Layout::rows, tiny::Layout::panels, tiny::Layout::int8, tiny::Layout::int4}) {
         const std::string model = tiny::bytes(tiny::config_json(), layout);
         fuzz::artifact(reinterpret_cast<const uint8_t*>(model.data()), model.size());
     }

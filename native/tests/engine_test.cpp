@@ -52,6 +52,20 @@ void test_layouts(const std::string& config) {
     CHECK(std::memcmp(one.data(), other.data(), one.size() * 4) == 0);
     free_model(copied);
     free_model(in_place);
+    for (const auto& [layout, weights] : {std::pair{Layout::int8, "int8"}, {Layout::int4, "int4"}}) {
+        const File integers(bytes(config, layout));
+        LoadOptions options = options_of(2, 16);
+        Model* stored = load_model(integers.path(), options);
+        CHECK(weight_format(stored) == weights);
+        options.weights = weights;
+        const File floats(bytes(config, Layout::panels));
+        Model* quantised = load_model(floats.path(), options);
+        const std::vector<float> a = logits(stored, prompt.data(), prompt.size(), 4);
+        const std::vector<float> b = logits(quantised, prompt.data(), prompt.size(), 4);
+        CHECK(std::memcmp(a.data(), b.data(), a.size() * 4) == 0);
+        free_model(stored);
+        free_model(quantised);
+    }
 }
 
 // A lane's tokens do not depend on the batch, the order of lanes, or how the others stop.

@@ -111,20 +111,17 @@ def cases_of(name: str, section: str, chosen: argparse.Namespace) -> list[Case]:
 
 
 def run(name: str, cases: list[Case], folder: Path, chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cases interleaved; those whose weights the engine does not have are left out."""
+    """All cases interleaved."""
     with ExitStack() as stack:
-        loaded: dict[tuple[str, int], Model | None] = {}
+        loaded: dict[tuple[str, int], Model] = {}
         runs: dict[str, Callable[[], float]] = {}
         kept: dict[str, tuple[Case, Model]] = {}
         for case in cases:
             key = (case.weights, case.threads or chosen.threads)
             if key not in loaded:
                 loaded[key] = stack.enter_context(ours.load(name, folder, *key))
-                if loaded[key] is None:
-                    timing.say(f"{name}: no {case.weights} weights in this engine, left out")
-            if model := loaded[key]:
-                kept[str(case)] = case, model
-                runs[str(case)] = work_of(model, case)
+            kept[str(case)] = case, loaded[key]
+            runs[str(case)] = work_of(loaded[key], case)
         rates = timing.interleave(runs, chosen.rounds, budget_s=45)
         return [measured(case, model, rates[key]) for key, (case, model) in kept.items()]
 

@@ -95,9 +95,6 @@ def run_model(name: str, folder: Path, chosen: argparse.Namespace) -> Iterator[t
         of_this = {key: case for key, case in cases.items() if case.gguf == precision}
         path = unrolled_gguf.write(artifact, folder, precision)
         with ours.load(name, folder, next(iter(of_this.values())).weights, chosen.threads) as model:
-            if model is None:
-                timing.say(f"{name}: not available in this engine, left out: {', '.join(of_this)}")
-                continue
             with PeerModel(path) as peer:
                 if precision in AGREE:
                     checks.same_model(model, peer.logits, AGREE[precision], f"{name}, {precision}")

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from demo_model import data  # noqa: E402
 
-WEIGHTS = ("fp16", "bf16")
+WEIGHTS = ("fp16", "bf16", "int8", "int4")
 WINDOW = 256
 WORDNET, BIBLE = Path("/usr/share/wordnet"), "bible"
 

@@ -57,17 +57,20 @@ def test_greedy_tokens_equal_the_reference(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", models.FAMILY)
-def test_bits_do_not_depend_on_threads_chunks_or_simd(make: Make, name: str) -> None:
-    first = make(name, "fp16", threads=1).logits(TOKENS, 3)
+@pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
+def test_bits_do_not_depend_on_threads_chunks_or_simd(make: Make, name: str, weights: str) -> None:
+    first = make(name, "fp16", threads=1, weights=weights).logits(TOKENS, 3)
     for simd in simd_levels():
         for threads, chunk in ((1, 64), (2, 7), (4, 1), (3, 33)):
-            found = make(name, "fp16", threads=threads, prefill_chunk=chunk, simd=simd).logits(TOKENS, 3)
-            assert np.array_equal(found.view(np.uint32), first.view(np.uint32)), (simd, threads, chunk)
+            options = {"threads": threads, "prefill_chunk": chunk, "simd": simd, "weights": weights}
+            found = make(name, "fp16", **options).logits(TOKENS, 3)
+            assert np.array_equal(found.view(np.uint32), first.view(np.uint32)), options
 
 
 @pytest.mark.parametrize("name", ["everything", "huginn", "llama"])
-def test_tokens_do_not_depend_on_the_batch_its_size_or_its_order(make: Make, name: str) -> None:
-    model = make(name, "fp16", prefill_chunk=16)
+@pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
+def test_tokens_do_not_depend_on_the_batch_its_size_or_its_order(make: Make, name: str, weights: str) -> None:
+    model = make(name, "fp16", prefill_chunk=16, weights=weights)
     prompts = [TOKENS[i : i + 2 + 5 * i] for i in range(8)]
     configs = [
         GenerateConfig(temperature=1.2, top_p=0.9, seed=i, max_tokens=3 + 4 * i, repetition_penalty=1.2)

@@ -207,6 +207,30 @@ def test_loading_refuses_by_name(path: Path, tmp_path: Path, monkeypatch: pytest
         assert model.threads == 1 and model.max_seq_len == 64
 
 
+def test_weights_are_chosen_by_name_or_by_the_environment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINYLOOP_WEIGHTS", raising=False)
+    with Model(path) as model:
+        stored = model.weights
+    for asked in ("fp16", "bf16", "int8", "int4"):
+        with Model(path, weights=asked) as model:
+            assert model.weights == asked
+    for wrong in ("int3", "fp32", "", "INT8"):
+        with pytest.raises(ConfigError, match="fp16, bf16, int8 or int4") as refused:
+            Model(path, weights=wrong)
+        assert refused.value.field == "weights" and refused.value.value == wrong
+    monkeypatch.setenv("TINYLOOP_WEIGHTS", "int8")
+    with Model(path) as by_default, Model(path, weights="int4") as asked_for:
+        assert (by_default.weights, asked_for.weights) == ("int8", "int4")
+    monkeypatch.setenv("TINYLOOP_WEIGHTS", "auto")
+    with Model(path) as model:
+        assert model.weights == stored
+    monkeypatch.setenv("TINYLOOP_WEIGHTS", "int5")
+    with pytest.raises(ConfigError, match="TINYLOOP_WEIGHTS"):
+        Model(path)
+
+
 def test_inspect_tells_what_the_file_holds(path: Path, model: Model) -> None:
     found = inspect_artifact(path)
     assert found["config"]["n_core"] == 2 and found["config"] == model.config

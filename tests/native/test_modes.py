@@ -54,12 +54,13 @@ FIELDS: dict[str, dict[str, Any]] = {
 NAME_OF_FIELD = {"beam": "beam_size"} | {mode: "cache_mode" for mode in modes.CACHE_MODES}
 
 
-@pytest.fixture(scope="module", params=["everything", "post", "llama"])
+@pytest.fixture(scope="module", params=["everything", "post", "llama", "everything int8", "huginn int4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("modes") / "model.tinyloop"
-    config = models.FAMILY[request.param]
+    name, _, weights = request.param.partition(" ")
+    config = models.FAMILY[name]
     artifact.write(path, config, reference.random_model(config, seed=4, dtype="fp16"))
-    with Model(path, prefill_chunk=16, threads=2) as model:
+    with Model(path, prefill_chunk=16, threads=2, weights=weights or "auto") as model:
         yield model
 
 

@@ -22,7 +22,7 @@ from tinyloop_serve.protocol import codec, errors, limits, messages
 from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_CLIENT, TO_DISPATCHER, TO_REPLICA, Direction
 from tinyloop_serve.protocol.messages import VERSION, Generate, Lane, ModelInfo, Recipe, Sampling, Stats
 
-MODEL = ModelInfo("demo", "ab12", 8192, 8, 16, 512, 4_000_000, True, "{{x}}")
+MODEL = ModelInfo("demo", "ab12", 8192, 8, 16, 512, 4_000_000, True, "{{x}}", "int8")
 HELD = messages.HandleInfo("h1", "prefix", 9, 4, "int8", 0, 1 << 20, "r0", True, False, 3, 20, 5000)
 BUILD = messages.Build("h1", "resume", b"\1\0\0\0", 4, "int8", 32, "acme", True, True, 5000)
 BUDGET = messages.Budget(9, 8, 7, 6, 5, {"fp16": messages.CacheCost(1, 2)}, 64)
@@ -105,7 +105,6 @@ EXAMPLES: list[tuple[Direction[Any], messages.Message]] = [
         FROM_REPLICA,
         messages.Ready(
             *("r0", 7, "cpu", MODEL),
-            weights="int8",
             budget=BUDGET,
             calibration=CALIBRATION,
             handles=(messages.HeldHandle(BUILD, 99),),

@@ -459,6 +459,12 @@ def test_another_model_is_refused_and_the_status_says_why() -> None:
     assert status.replicas[1].state == "lost" and "eeee" in status.replicas[1].error
 
 
+def test_other_weights_of_the_same_model_would_give_other_tokens() -> None:
+    bench = Bench()
+    bench.replica(R1, announce(R1, msgspec.structs.replace(MODEL, weights="int8")))
+    assert bench.core.replicas[R1].state == "lost" and "int8" in bench.core.replicas[R1].error
+
+
 def test_a_replica_that_starts_anew_on_the_same_connection_has_lost_its_work() -> None:
     bench = Bench()
     bench.client(ALICE, ask("q"))

@@ -93,7 +93,7 @@ def test_flags_become_the_configuration() -> None:
         "--model m --endpoint tcp://127.0.0.1:5000 --name a --threads 3 --max-seq-len 64 --device cpu"
         " --drain-s 0.5 --die-with-parent 12 --memory-mib 100 --max-handles 2 --speculation off"
         " --calibration-prompts p.txt --speculation-threshold 1.5 --stall-s 9 --device-share 3"
-        " --scaffold a.txt --scaffold b.txt@4".split()
+        " --scaffold a.txt --scaffold b.txt@4 --weights int8".split()
     )
     assert given == Config(
         model="m",
@@ -112,6 +112,7 @@ def test_flags_become_the_configuration() -> None:
         stall_s=9.0,
         parent=12,
         device_share=3,
+        weights="int8",
     )
 
 
@@ -136,7 +137,9 @@ def test_a_wrong_flag_is_named(flags: str, named: str) -> None:
         parse(flags.split())
 
 
-@pytest.mark.parametrize("fault", ["missing", "directory", "garbage", "tokenizer", "flag", "device"])
+@pytest.mark.parametrize(
+    "fault", ["missing", "directory", "garbage", "tokenizer", "flag", "device", "weights"]
+)
 def test_configuration_faults_exit_78_with_a_line_that_says_what(
     fault: str, model: Path, tmp_path: Path
 ) -> None:
@@ -154,11 +157,13 @@ def test_configuration_faults_exit_78_with_a_line_that_says_what(
         flags["--threads"] = "many"
     elif fault == "device":
         flags["--device"] = "abacus"
+    elif fault == "weights":
+        flags["--weights"] = "int3"
     status, errors = Started(*(part for flag in flags.items() for part in flag)).end()
     assert status == EXIT_CONFIG
     line = errors.splitlines()[-1]
     assert line.startswith("tinyloop-replica: ") and "Traceback" not in errors
-    shown = {"tokenizer": "tokenizer", "flag": "--threads", "device": "abacus"}
+    shown = {"tokenizer": "tokenizer", "flag": "--threads", "device": "abacus", "weights": "int3"}
     assert shown.get(fault, flags["--model"]) in line
 
 

@@ -19,7 +19,9 @@ extern "C" {
 
 #define TL_BACKEND_ABI 2
 
-enum tl_dtype { TL_F32 = 0, TL_F16 = 1, TL_BF16 = 2 };
+/* TL_INT8: one scale per output. TL_INT4: one scale per output and 32 inputs. Rows that meet them are quantised too. */
+enum tl_dtype { TL_F32 = 0, TL_F16 = 1, TL_BF16 = 2, TL_INT8 = 4, TL_INT4 = 5 };
+enum { TL_AS_STORED = -1 };
 enum tl_norm { TL_NORM_PRE = 0, TL_NORM_SANDWICH = 1, TL_NORM_POST = 2, TL_NORM_PRE_POST = 3 };
 enum tl_injection { TL_INJECT_NONE = 0, TL_INJECT_ADD = 1, TL_INJECT_CONCAT = 2 };
 enum tl_start { TL_START_PRELUDE = 0, TL_START_ZEROS = 1 };
@@ -85,6 +87,8 @@ typedef struct tl_options {
     int32_t max_rows; /* the most rows of one forward call */
     const char* simd; /* CPU: "auto" or a level's name */
     int32_t device;   /* which of the backend's devices, from 0 */
+    int32_t weights;  /* what matrices are held in: a tl_dtype but TL_F32, or TL_AS_STORED, as the tensors are. With
+                         TL_INT4 the embedding and the head are TL_INT8. */
 } tl_options;
 
 typedef struct tl_device_info {

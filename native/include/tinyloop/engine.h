@@ -57,6 +57,9 @@ struct LoadOptions {
     std::string simd = "auto";   // or "portable", "avx2", "avx512"
     int prefill_chunk = 256;     // the most rows of one forward pass
     std::string device = "cpu";  // or a plug-in's: "cuda" (its first device), "cuda:1", ...
+    // What matrices are held in: "fp16", "bf16", "int8" or "int4" (embedding and head: int8); "auto" =
+    // TINYLOOP_WEIGHTS, else as the artifact has them. Part of what determines the tokens, as the artifact is.
+    std::string weights = "auto";
 };
 
 // What a lane may say next. One state per lane and call; the core applies the mask on the host.
@@ -146,6 +149,7 @@ const ArtifactInfo& artifact(const Model* model);
 int max_seq_len(const Model* model);
 std::string device_level(const Model* model);  // "cpu/avx2", "cuda:0/sm_90"
 int threads(const Model* model);
+std::string weight_format(const Model* model);  // "fp16", "int8", ...; "mixed" when the artifact's matrices differ
 uint64_t step_counter(const Model* model);      // grows while the core works
 uint64_t weight_bytes(const Model* model);      // memory held by weights and work space
 int64_t device_free_bytes(const Model* model);  // that the device has left; -1: it computes in the host's memory

@@ -193,12 +193,17 @@ void tl_model::project_inputs(const tl_cache& cache, const Window& window, const
     const Panels all = w.qkv.view();
     for (int slot = window.low; slot < window.high; slot += kPanel) {
         const int count = std::min(kPanel, window.high - slot), column = slot - window.low;
-        for (int i = 0; i < count; ++i)
-            restore(kind, cache.input(visit, slot + i), d, inputs + static_cast<size_t>(i) * ldi);
+        for (int i = 0; i < count; ++i) {
+            float* input = inputs + static_cast<size_t>(i) * ldi;
+            restore(kind, cache.input(visit, slot + i), d, input);
+            std::fill(input + d, input + ldi, 0.0f);  // keys of a longer window may have been here
+            if (integers_) stored_rows_[id].set(i, input, d, *kernels);
+        }
+        const Activations rows = integers_ ? stored_rows_[id].with(inputs, ldi) : Activations{inputs, ldi};
         const int ldh = 2 * head_dim_;
-        kernels->product(all, {inputs, ldi}, count, heads - first_key * kPanel, ldh, nullptr, Put::store, first_key,
+        kernels->product(all, rows, count, heads - first_key * kPanel, ldh, nullptr, Put::store, first_key,
                          first_key + panels, scratch_[id].as<float>());
-        kernels->product(all, {inputs, ldi}, count, heads + head_dim_ - first_value * kPanel, ldh, nullptr, Put::store,
+        kernels->product(all, rows, count, heads + head_dim_ - first_value * kPanel, ldh, nullptr, Put::store,
                          first_value, first_value + panels, scratch_[id].as<float>());
         for (int i = 0; i < count; ++i) {
             float* key = heads + static_cast<size_t>(i) * ldh;

@@ -42,13 +42,15 @@ tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
     : desc(d),
       kernels(level_of(options.simd)),
       pool_(options.threads),
-      weights_(d, pool_),
+      weights_(d, options.weights, *kernels, pool_),
       max_rows_(options.max_rows),
       ldx_(pad16(d.d_model)),
       head_dim_(pad16(d.head_dim)),
       ldq_((d.n_heads + 2 * d.n_kv_heads) * head_dim_),
       lda_(d.n_heads * head_dim_),
-      ldf_(pad16(d.d_ffn)) {
+      ldf_(pad16(d.d_ffn)),
+      ldp_(pad16(2 * d.d_model)),
+      integers_(weights_.integers()) {
     auto floats = [&](size_t stride) { return Buffer(static_cast<size_t>(max_rows_) * stride * sizeof(float)); };
     x_ = floats(ldx_);
     e_ = floats(ldx_);
@@ -60,14 +62,21 @@ tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
     desks_.push_back(desk(std::max(kOwnRows * options.threads, kHeadRows)));
     const int most_rows = std::max({max_rows_, kHeadRows, d.n_heads / d.n_kv_heads});
     for (int i = 0; i < options.threads; ++i) scratch_.emplace_back(sizeof(float) * kPanel * (256 + most_rows));
+    if (integers_)
+        for (int i = 0; i < options.threads; ++i) stored_rows_.emplace_back(kPanel, d.d_model);
     scores_.resize(options.threads);
     projected_.resize(options.threads);
 }
 
 tl_model::Desk tl_model::desk(int rows) const {
     auto floats = [&](size_t stride) { return Buffer(sizeof(float) * rows * stride); };
-    return {floats(ldx_), desc.injection == TL_INJECT_CONCAT ? floats(2 * static_cast<size_t>(desc.d_model)) : Buffer(),
-            floats(ldf_), floats(ldf_), desc.norm == TL_NORM_PRE ? Buffer() : floats(ldx_)};
+    const bool pairs = desc.injection == TL_INJECT_CONCAT;
+    return {floats(ldx_),
+            pairs ? floats(ldp_) : Buffer(),
+            floats(ldf_),
+            floats(ldf_),
+            desc.norm == TL_NORM_PRE ? Buffer() : floats(ldx_),
+            integers_ ? QuantizedRows(rows, std::max({ldx_, lda_, ldf_, pairs ? ldp_ : 0})) : QuantizedRows()};
 }
 
 uint64_t tl_model::bytes() const {
@@ -75,6 +84,7 @@ uint64_t tl_model::bytes() const {
     for (const Buffer* b : {&x_, &e_, &before_, &qkv_, &attended_, &logits_}) total += b->bytes();
     for (const Desk& d : desks_) total += d.bytes();
     for (const Buffer& b : scratch_) total += b.bytes();
+    for (const QuantizedRows& rows : stored_rows_) total += rows.bytes();
     for (const auto* buffers : {&scores_, &projected_})
         for (const Buffer& b : *buffers) total += b.bytes();
     return total;
@@ -132,6 +142,7 @@ void tl_model::work(Call& call, int id) {
 
 void tl_model::embed(const Call& call, int id) {
     const auto [begin, end] = share(call.n_rows, id, pool_.threads());
+    std::vector<float> embedding(weights_.embed.inputs());
     for (int i = begin; i < end; ++i) {
         const tl_row& row = call.rows[i];
         float* x = x_.as<float>() + static_cast<size_t>(i) * ldx_;
@@ -141,7 +152,8 @@ void tl_model::embed(const Call& call, int id) {
             std::memcpy(e, call.states->prelude.as<float>() + static_cast<size_t>(row.state) * ldx_,
                         sizeof(float) * ldx_);
         } else {
-            for (int k = 0; k < desc.d_model; ++k) x[k] = weights_.embed.at(row.token, k) * desc.embed_scale;
+            weights_.embed.row(row.token, embedding.data());
+            for (int k = 0; k < desc.d_model; ++k) x[k] = embedding[k] * desc.embed_scale;
         }
     }
     pool_.barrier();
@@ -162,24 +174,26 @@ void tl_model::inject(const Plan& plan, int id) {
     const int d = desc.d_model;
     each_part(plan, id, [&](const Part& part) {
         const auto [begin, end] = mine(part, part.count, id);
-        float* pairs = desk_of(part, id).pair.as<float>();
+        Desk& desk = desk_of(part, id);
         for (int m = begin; m < end; ++m) {
             float* x = row_of(x_, plan, part.first + m);
             const float* e = row_of(e_, plan, part.first + m);
             if (desc.injection == TL_INJECT_ADD) {
                 kernels->add(e, d, x);
             } else {
-                float* pair = pairs + static_cast<size_t>(m) * 2 * d;
+                float* pair = desk.pair.as<float>() + static_cast<size_t>(m) * ldp_;
                 std::memcpy(pair, x, sizeof(float) * d);
                 std::memcpy(pair + d, e, sizeof(float) * d);
+                if (integers_) desk.quantized.set(m, pair, 2 * d, *kernels);
                 std::memset(x, 0, sizeof(float) * ldx_);
             }
         }
         if (desc.injection == TL_INJECT_ADD) return;
         meet(part);
         const auto [first, last] = mine(part, weights_.inject.panels(), id);
-        kernels->product(weights_.inject.view(), {pairs, 2 * d}, part.count, x_.as<float>(), ldx_,
-                         plan.rows.data() + part.first, Put::add, first, last, scratch_[id].as<float>());
+        kernels->product(weights_.inject.view(), desk.quantized.with(desk.pair.as<float>(), ldp_), part.count,
+                         x_.as<float>(), ldx_, plan.rows.data() + part.first, Put::add, first, last,
+                         scratch_[id].as<float>());
     });
     pool_.barrier();
 }
@@ -202,16 +216,16 @@ void tl_model::layer(const Call& call, const Plan& plan, int index, Visits visit
 // only where that would leave some threads far fewer panels does it wait for the others first.
 void tl_model::project_heads(const Call& call, const Plan& plan, const Part& part, const LayerWeights& w, Visits visits,
                              int id) {
-    const float* x = normed(plan, part, w.attn_norm, id);
+    const Activations x = normed(plan, part, w.attn_norm, id);
     // Where caches hold inputs, keys and values come from those, for this row too.
     const int heads = desc.n_heads + (call.appends_kv ? 2 * desc.n_kv_heads : 0), per_head = head_dim_ / kPanel;
     const Share own = mine(part, heads, id);
     const bool by_head = part.alone || heads % pool_.threads() == 0 || heads >= 4 * pool_.threads();
     const Share panels = by_head ? Share{own.begin * per_head, own.end * per_head} : mine(part, heads * per_head, id);
-    kernels->product(w.qkv.view(), {x, ldx_}, part.count, qkv_.as<float>() + static_cast<size_t>(part.first) * ldq_,
-                     ldq_, nullptr, Put::store, panels.begin, panels.end, scratch_[id].as<float>());
+    kernels->product(w.qkv.view(), x, part.count, qkv_.as<float>() + static_cast<size_t>(part.first) * ldq_, ldq_,
+                     nullptr, Put::store, panels.begin, panels.end, scratch_[id].as<float>());
     if (!by_head) pool_.barrier();
-    append(call, plan, part, w, visits, x, own);
+    append(call, plan, part, w, visits, x.x, own);
 }
 
 // Biases, norms and rotates the queries and keys of `heads`, and appends what the cache holds of each row.
@@ -247,24 +261,23 @@ void tl_model::append(const Call& call, const Plan& plan, const Part& part, cons
 // What follows attention: its output, then the gated block, each added to x.
 void tl_model::finish_layer(const Plan& plan, const Part& part, const LayerWeights& w, int id) {
     Desk& desk = desk_of(part, id);
-    take_in(plan, part, w.wo, {attended_.as<float>() + static_cast<size_t>(part.first) * lda_, lda_}, w.attn_post_norm,
-            desk, id);
+    const float* attended = attended_.as<float>() + static_cast<size_t>(part.first) * lda_;
+    take_in(plan, part, w.wo, readied(part, attended, lda_, lda_, id), w.attn_post_norm, desk, id);
     meet(part);
     gated(part, w, normed(plan, part, w.ffn_norm, id), desk, id);
     meet(part);
-    take_in(plan, part, w.w_down, {desk.gate.as<float>(), ldf_}, w.ffn_post_norm, desk, id);
+    take_in(plan, part, w.w_down, readied(part, desk.gate.as<float>(), ldf_, desc.d_ffn, id), w.ffn_post_norm, desk,
+            id);
 }
 
 // gate = silu(gate) * up. Of many rows a few panels at a time, while they are in the cache.
-void tl_model::gated(const Part& part, const LayerWeights& w, const float* normed, Desk& desk, int id) {
+void tl_model::gated(const Part& part, const LayerWeights& w, const Activations& normed, Desk& desk, int id) {
     const auto [begin, end] = mine(part, w.w_gate.panels(), id);
     float *gate = desk.gate.as<float>(), *up = desk.up.as<float>(), *scratch = scratch_[id].as<float>();
     for (int first = begin, last; first < end; first = last) {
         last = part.alone ? std::min(first + kGatePanels, end) : end;
-        kernels->product(w.w_gate.view(), {normed, ldx_}, part.count, gate, ldf_, nullptr, Put::store, first, last,
-                         scratch);
-        kernels->product(w.w_up.view(), {normed, ldx_}, part.count, up, ldf_, nullptr, Put::store, first, last,
-                         scratch);
+        kernels->product(w.w_gate.view(), normed, part.count, gate, ldf_, nullptr, Put::store, first, last, scratch);
+        kernels->product(w.w_up.view(), normed, part.count, up, ldf_, nullptr, Put::store, first, last, scratch);
         for (int m = 0; m < part.count; ++m) {
             const size_t at = static_cast<size_t>(m) * ldf_ + first * kPanel;
             kernels->swiglu(gate + at, up + at, (last - first) * kPanel);
@@ -273,8 +286,8 @@ void tl_model::gated(const Part& part, const LayerWeights& w, const float* norme
 }
 
 // Adds w a[m] to x, with the norm after it where the placement has one.
-void tl_model::take_in(const Plan& plan, const Part& part, const Matrix& w, Activations a, const Vector& post_norm,
-                       Desk& desk, int id) {
+void tl_model::take_in(const Plan& plan, const Part& part, const Matrix& w, const Activations& a,
+                       const Vector& post_norm, Desk& desk, int id) {
     const int d = desc.d_model;
     const auto [first, last] = mine(part, w.panels(), id);
     float* scratch = scratch_[id].as<float>();
@@ -300,20 +313,30 @@ void tl_model::take_in(const Plan& plan, const Part& part, const Matrix& w, Acti
 }
 
 // The part's rows of x, normed: (part.count, ldx). x itself where the placement has no norm before.
-const float* tl_model::normed(const Plan& plan, const Part& part, const Vector& norm, int id) {
-    const bool by_itself = part.alone || part.count <= kFewRows;
-    float* rows = (by_itself ? desks_[id] : desks_.back()).normed.as<float>();
-    const auto [begin, end] = by_itself ? Share{0, part.count} : mine(part, part.count, id);
+Activations tl_model::normed(const Plan& plan, const Part& part, const Vector& norm, int id) {
+    Desk& desk = by_itself(part) ? desks_[id] : desks_.back();
+    const auto [begin, end] = by_itself(part) ? Share{0, part.count} : mine(part, part.count, id);
     for (int m = begin; m < end; ++m) {
         const float* x = row_of(x_, plan, part.first + m);
-        float* y = rows + static_cast<size_t>(m) * ldx_;
+        float* y = desk.normed.as<float>() + static_cast<size_t>(m) * ldx_;
         if (norm.empty())
             std::memcpy(y, x, sizeof(float) * ldx_);
         else
             kernels->rmsnorm(x, norm.data(), desc.norm_eps, desc.d_model, y);
+        if (integers_) desk.quantized.set(m, y, desc.d_model, *kernels);
     }
-    if (!by_itself) pool_.barrier();
-    return rows;
+    if (!by_itself(part)) pool_.barrier();
+    return desk.quantized.with(desk.normed.as<float>(), ldx_);
+}
+
+// Rows that all threads have finished, as products read them; n: their true elements.
+Activations tl_model::readied(const Part& part, const float* x, int ldx, int n, int id) {
+    if (!integers_) return {x, ldx};
+    QuantizedRows& rows = (by_itself(part) ? desks_[id] : desks_.back()).quantized;
+    const auto [begin, end] = by_itself(part) ? Share{0, part.count} : mine(part, part.count, id);
+    for (int m = begin; m < end; ++m) rows.set(m, x + static_cast<size_t>(m) * ldx, n, *kernels);
+    if (!by_itself(part)) pool_.barrier();
+    return rows.with(x, ldx);
 }
 
 void tl_model::norm_in_place(const Plan& plan, const Vector& weight, int id) {
@@ -347,9 +370,9 @@ void tl_model::head(const Call& call, int id) {
     const auto [first, last] = share(matrix.panels(), id, pool_.threads());
     for (int row = 0; row < total; row += kHeadRows) {
         const Part part{row, std::min(kHeadRows, total - row), false};
-        const float* x = normed(call.head, part, weights_.final_norm, id);
-        kernels->product(matrix.view(), {x, ldx_}, part.count, logits_.as<float>(), ldl, nullptr, Put::store, first,
-                         last, scratch_[id].as<float>());
+        const Activations x = normed(call.head, part, weights_.final_norm, id);
+        kernels->product(matrix.view(), x, part.count, logits_.as<float>(), ldl, nullptr, Put::store, first, last,
+                         scratch_[id].as<float>());
         for (int m = 0; m < part.count; ++m) {  // its own columns: nothing to wait for
             const float* from = logits_.as<float>() + static_cast<size_t>(m) * ldl;
             float* to = call.logits + static_cast<size_t>(row + m) * vocab;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <vector>
 
+#include "activations.h"
 #include "cache.h"
 #include "kernels.h"
 #include "memory.h"
@@ -59,8 +60,11 @@ struct tl_model {
     };
     struct Desk {  // work space for the rows of a part, (rows, stride)
         tinyloop::cpu::Buffer normed, pair, gate, up, out;
-        int turn = 0;  // of a thread: the phases of parts so far
-        size_t bytes() const { return normed.bytes() + pair.bytes() + gate.bytes() + up.bytes() + out.bytes(); }
+        tinyloop::cpu::QuantizedRows quantized;  // what the next products read; empty where all weights are floats
+        int turn = 0;                            // of a thread: the phases of parts so far
+        size_t bytes() const {
+            return normed.bytes() + pair.bytes() + gate.bytes() + up.bytes() + out.bytes() + quantized.bytes();
+        }
     };
     struct Visits {  // which visit of a cache (cache.h) a layer is: first + loop * per_loop
         int first, per_loop;
@@ -94,15 +98,20 @@ struct tl_model {
     void append(const Call& call, const Plan& plan, const Part& part, const tinyloop::cpu::LayerWeights& w,
                 Visits visits, const float* normed, tinyloop::cpu::Share heads);
     void finish_layer(const Plan& plan, const Part& part, const tinyloop::cpu::LayerWeights& w, int id);
-    void gated(const Part& part, const tinyloop::cpu::LayerWeights& w, const float* normed, Desk& desk, int id);
-    void take_in(const Plan& plan, const Part& part, const tinyloop::cpu::Matrix& w, tinyloop::cpu::Activations a,
-                 const tinyloop::cpu::Vector& post_norm, Desk& desk, int id);
-    const float* normed(const Plan& plan, const Part& part, const tinyloop::cpu::Vector& norm, int id);
+    void gated(const Part& part, const tinyloop::cpu::LayerWeights& w, const tinyloop::cpu::Activations& normed,
+               Desk& desk, int id);
+    void take_in(const Plan& plan, const Part& part, const tinyloop::cpu::Matrix& w,
+                 const tinyloop::cpu::Activations& a, const tinyloop::cpu::Vector& post_norm, Desk& desk, int id);
+    tinyloop::cpu::Activations normed(const Plan& plan, const Part& part, const tinyloop::cpu::Vector& norm, int id);
+    tinyloop::cpu::Activations readied(const Part& part, const float* x, int ldx, int n, int id);
 
     template <class F>
     void each_part(const Plan& plan, int id, F f);
     Desk desk(int rows) const;
     Desk& desk_of(const Part& part, int id) { return part.alone ? desks_[id] : desks_.back(); }
+    // Whether every thread readies the rows that its products read by itself: of few rows that is cheaper than a
+    // barrier.
+    bool by_itself(const Part& part) const { return part.alone || part.count <= tinyloop::cpu::kFewRows; }
     // What of `count` things a thread does of a part.
     tinyloop::cpu::Share mine(const Part& part, int count, int id) const {
         return part.alone ? tinyloop::cpu::Share{0, count} : tinyloop::cpu::share(count, id, pool_.threads());
@@ -136,7 +145,8 @@ struct tl_model {
     tinyloop::cpu::Pool pool_;
     tinyloop::cpu::Weights weights_;
     const int max_rows_;
-    const int ldx_, head_dim_, ldq_, lda_, ldf_;             // row strides, padded to 16; head_dim_ padded too
+    const int ldx_, head_dim_, ldq_, lda_, ldf_, ldp_;       // row strides, padded to 16; head_dim_ padded too
+    const bool integers_;                                    // some products read quantised rows
     tinyloop::cpu::Buffer x_, e_, before_, qkv_, attended_;  // (max_rows, stride); the last two by a plan's order
     tinyloop::cpu::Buffer logits_;                           // (kHeadRows, outputs of the head)
     std::vector<Desk> desks_;                                // per thread, then the team's
@@ -144,6 +154,7 @@ struct tl_model {
     std::vector<float> angles_;                              // (positions so far, head_dim / 2) pairs of cos, sin
     std::vector<tinyloop::cpu::Buffer> scratch_;             // per thread, for products
     std::vector<tinyloop::cpu::Buffer> scores_;              // per thread, (kScoreRows, longest cache)
+    std::vector<tinyloop::cpu::QuantizedRows> stored_rows_;  // per thread, 16 of a cache that holds inputs
     std::vector<tinyloop::cpu::Buffer>
         projected_;  // per thread, keys and values of one head, for caches that hold inputs
 };

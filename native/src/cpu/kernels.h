@@ -14,7 +14,10 @@
 namespace tinyloop::cpu {
 
 inline constexpr int kPanel = 16;
+inline constexpr int kGroup = 32;  // inputs that share a scale, in int4 weights and in a stored input
+inline constexpr int kGroupBytes = kGroup * kPanel / 2 + kPanel * 2;  // of a panel of int4 weights
 inline constexpr int pad16(int n) { return (n + 15) & ~15; }
+inline constexpr int pad32(int n) { return (n + 31) & ~31; }
 
 // Beside tl_dtype. kInt8 is what an int8 cache holds: plain panels, read as floats. The other two are weights that are
 // multiplied as integers.
@@ -29,16 +32,16 @@ struct Panels {
     size_t panel_elements;  // distance between panels, in elements; in bytes for integer weights
 };
 
-// The rows that a product reads: as floats, or for integer weights as int8 with one scale a row.
+// The rows that a product reads: as floats, or for integer weights as int8 with a scale per group of 32 inputs.
 struct Activations {
     const float* x;  // (rows, ldx)
     int ldx;
     const int8_t* q = nullptr;  // (rows, ldq): x = q * scale; inputs padded to 32 with zeros
     int ldq = 0;
-    const float* scale = nullptr;  // (rows)
+    const float* scales = nullptr;  // (rows, ldg), one per group
     const int16_t* offsets =
-        nullptr;  // (rows, ldo), two per group of 32 inputs: -8 times the sum of its q at k % 4 < 2
-    int ldo = 0;  // and of the others, which turns sums over nibbles 0..15 into sums over -8..7
+        nullptr;  // (rows, ldg, 2): -8 times the sum of a group's q at k % 4 < 2, and of the others,
+    int ldg = 0;  // which turns sums over nibbles 0..15 into sums over -8..7
 };
 
 struct Kernels {
@@ -63,6 +66,11 @@ struct Kernels {
 
     // n elements at stride `stride` (elements), clamped to the finite fp16 range, rounded to nearest even.
     void (*store_fp16)(const float* x, int n, uint16_t* out, size_t stride);
+
+    // n elements of a tl_dtype, exactly.
+    void (*to_floats)(const void* from, int dtype, int n, float* to);
+    // One row of Activations: n true elements of x, padded with zeros to 16; q is padded to 32.
+    void (*quantize)(const float* x, int n, int8_t* q, float* scales, int16_t* offsets);
 };
 
 const Kernels* portable_kernels();
@@ -77,6 +85,12 @@ inline float bfloat_to_float(uint16_t b) {
     float value;
     __builtin_memcpy(&value, &bits, 4);
     return value;
+}
+inline uint16_t float_to_bfloat(float value) {  // round to nearest even
+    uint32_t bits;
+    __builtin_memcpy(&bits, &value, 4);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return static_cast<uint16_t>(bits >> 16 | 0x40);  // stays a NaN
+    return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 }  // namespace tinyloop::cpu

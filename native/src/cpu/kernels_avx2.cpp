@@ -84,9 +84,105 @@ __m256 pow2_scale(__m256 p, __m256 t) {
 }
 V pow2_scale(V p, V t) { return {pow2_scale(p.low, t.low), pow2_scale(p.high, t.high)}; }
 
+constexpr int kIntegerRows = 4;  // 8 sums, 2 weights and their magnitudes, 1 activation, 1 product: 14 registers
+
+// sum += x. Written out because GCC otherwise interleaves what all rows do, spills sums, and copies them around.
+inline void add_int32(__m256i& sum, __m256i x) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }
+inline void add_int16(__m256i& sum, __m256i x) { asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(x)); }
+
+struct Bytes {
+    __m256i low_outputs, high_outputs;
+
+    static __m256i at(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+    static __m256i half(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+    static Bytes load(const char* from) { return {at(from), at(from + 32)}; }
+    static Bytes low(const char* from) { return {half(at(from)), half(at(from + 32))}; }
+    static Bytes high(const char* from) {
+        return {half(_mm256_srli_epi16(at(from), 4)), half(_mm256_srli_epi16(at(from + 32), 4))};
+    }
+};
+
+struct Quad {
+    __m256i all;
+    static Quad load(const int8_t* q) {
+        int32_t four;
+        __builtin_memcpy(&four, q, 4);
+        return {_mm256_set1_epi32(four)};
+    }
+};
+
+struct Sums {
+    __m256i low, high;
+
+    static Sums start(const int16_t*) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+    template <bool kOneRow>
+    void add(Bytes w, Quad q) {
+        add_int32(low, dot<kOneRow>(w.low_outputs, q.all));
+        add_int32(high, dot<kOneRow>(w.high_outputs, q.all));
+    }
+    // The only product of bytes takes one side unsigned: the sign moves to the other side. Which side is unsigned
+    // changes no sum, but its magnitude is computed once for all rows, or once for all panels. Two products of
+    // magnitudes up to 127 stay below 2^15, so nothing saturates.
+    template <bool kOneRow>
+    static __m256i dot(__m256i w, __m256i q) {
+        const __m256i pairs = kOneRow ? _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(w, q))
+                                      : _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+        return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+    V to_float() const { return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}; }
+};
+
+struct ShortSums {
+    __m256i low, high;
+
+    static ShortSums start(const int16_t* offsets) {
+        int32_t both;
+        __builtin_memcpy(&both, offsets, 4);
+        return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)};
+    }
+    template <bool>
+    void add(Bytes w, Quad q) {
+        add_int16(low, _mm256_maddubs_epi16(w.low_outputs, q.all));
+        add_int16(high, _mm256_maddubs_epi16(w.high_outputs, q.all));
+    }
+    V to_float() const {
+        const __m256i ones = _mm256_set1_epi16(1);
+        return {_mm256_cvtepi32_ps(_mm256_madd_epi16(low, ones)), _mm256_cvtepi32_ps(_mm256_madd_epi16(high, ones))};
+    }
+};
+
+float largest_magnitude(V a, V b) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+    auto bits = [&](__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), magnitude); };
+    const __m256i all =
+        _mm256_max_epi32(_mm256_max_epi32(bits(a.low), bits(a.high)), _mm256_max_epi32(bits(b.low), bits(b.high)));
+    __m128i best = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    best = _mm_max_epi32(best, _mm_shuffle_epi32(best, 0x4E));
+    best = _mm_max_epi32(best, _mm_shuffle_epi32(best, 0xB1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(best));
+}
+
+void store_int8(V x, int8_t* to) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+}
+
+void group_offsets(const int8_t* q, int16_t* offsets) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(8), bytes);  // k % 4 < 2 and the others take turns
+    __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0x4E));
+    sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0xB1));
+    const int32_t both = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), sum));
+    __builtin_memcpy(offsets, &both, 4);
+}
+
 #include "kernels_impl.h"
 
-constexpr Kernels kTable = {"avx2", product, rmsnorm, add, swiglu, softmax, dot, scale, store_fp16};
+constexpr Kernels kTable = {"avx2", product, rmsnorm,    add,       swiglu,  softmax,
+                            dot,    scale,   store_fp16, to_floats, quantize};
 
 }  // namespace
 

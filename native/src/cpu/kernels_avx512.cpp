@@ -61,9 +61,81 @@ V pow2_scale(V p, V t) {
         _mm512_add_epi32(_mm512_castps_si512(p.all), _mm512_slli_epi32(_mm512_castps_si512(t.all), 23)))};
 }
 
+constexpr int kIntegerRows = 8;
+
+struct Bytes {
+    __m512i all;
+
+    static __m512i half(__m512i bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+    static Bytes load(const char* from) { return {_mm512_loadu_si512(from)}; }
+    static Bytes low(const char* from) { return {half(load(from).all)}; }
+    static Bytes high(const char* from) { return {half(_mm512_srli_epi16(load(from).all, 4))}; }
+};
+
+struct Quad {
+    __m512i all;
+    static Quad load(const int8_t* q) {
+        int32_t four;
+        __builtin_memcpy(&four, q, 4);
+        return {_mm512_set1_epi32(four)};
+    }
+};
+
+struct Sums {
+    __m512i all;
+
+    static Sums start(const int16_t*) { return {_mm512_setzero_si512()}; }
+    // As in kernels_avx2.cpp, with the sign moved by a masked negation.
+    template <bool kOneRow>
+    void add(Bytes w, Quad q) {
+        const __m512i by = kOneRow ? q.all : w.all, other = kOneRow ? w.all : q.all;
+        const __m512i turned = _mm512_mask_sub_epi8(other, _mm512_movepi8_mask(by), _mm512_setzero_si512(), other);
+        const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(by), turned);
+        all = _mm512_add_epi32(all, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    }
+    V to_float() const { return {_mm512_cvtepi32_ps(all)}; }
+};
+
+struct ShortSums {
+    __m512i all;
+
+    static ShortSums start(const int16_t* offsets) {
+        int32_t both;
+        __builtin_memcpy(&both, offsets, 4);
+        return {_mm512_set1_epi32(both)};
+    }
+    template <bool>
+    void add(Bytes w, Quad q) {
+        all = _mm512_add_epi16(all, _mm512_maddubs_epi16(w.all, q.all));
+    }
+    V to_float() const { return {_mm512_cvtepi32_ps(_mm512_madd_epi16(all, _mm512_set1_epi16(1)))}; }
+};
+
+float largest_magnitude(V a, V b) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+    auto bits = [&](V x) { return _mm512_and_si512(_mm512_castps_si512(x.all), magnitude); };
+    const int best = _mm512_reduce_max_epi32(_mm512_max_epi32(bits(a), bits(b)));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(best)));
+}
+
+void store_int8(V x, int8_t* to) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.all)));
+}
+
+void group_offsets(const int8_t* q, int16_t* offsets) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(8), bytes);  // k % 4 < 2 and the others take turns
+    __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0x4E));
+    sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0xB1));
+    const int32_t both = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), sum));
+    __builtin_memcpy(offsets, &both, 4);
+}
+
 #include "kernels_impl.h"
 
-constexpr Kernels kTable = {"avx512", product, rmsnorm, add, swiglu, softmax, dot, scale, store_fp16};
+constexpr Kernels kTable = {"avx512", product, rmsnorm,    add,       swiglu,  softmax,
+                            dot,      scale,   store_fp16, to_floats, quantize};
 
 }  // namespace
 

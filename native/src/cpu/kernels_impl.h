@@ -132,6 +132,8 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
         }
 }
 
+#include "integer_impl.h"
+
 void product(const Panels& w, const Activations& a, int n_rows, float* c, int ldc, const int32_t* rows, Put put,
              int begin, int end, float*) {
     const Out out{c, ldc, rows, put};
@@ -144,6 +146,12 @@ void product(const Panels& w, const Activations& a, int n_rows, float* c, int ld
             break;
         case TL_BF16:
             product_as<TL_BF16>(w, a.x, a.ldx, n_rows, out, begin, end);
+            break;
+        case kInt8Weights:
+            integer_product<Int8Format>(w, a, n_rows, out, begin, end);
+            break;
+        case kInt4Weights:
+            integer_product<Int4Format>(w, a, n_rows, out, begin, end);
             break;
         default:
             product_as<TL_F32>(w, a.x, a.ldx, n_rows, out, begin, end);
@@ -239,4 +247,27 @@ void store_fp16(const float* x, int n, uint16_t* out, size_t stride) {
         const int count = n - i < kPanel ? n - i : kPanel;
         for (int j = 0; j < count; ++j) out[static_cast<size_t>(i + j) * stride] = half[j];
     }
+}
+
+template <int kDtype>
+void to_floats_as(const char* from, int n, float* to) {
+    int i = 0;
+    const auto sixteen = [](const char* at) { return V::load_as<kDtype>(at).template to_order<kDtype>(); };
+    for (; i + kPanel <= n; i += kPanel) sixteen(from + i * element_bytes<kDtype>()).store(to + i);
+    if (i == n) return;
+    char rest[kPanel * 4] = {};
+    float lane[kPanel];
+    __builtin_memcpy(rest, from + i * element_bytes<kDtype>(), (n - i) * element_bytes<kDtype>());
+    sixteen(rest).store(lane);
+    __builtin_memcpy(to + i, lane, (n - i) * sizeof(float));
+}
+
+void to_floats(const void* from, int dtype, int n, float* to) {
+    const char* bytes = static_cast<const char*>(from);
+    if (dtype == TL_F16)
+        to_floats_as<TL_F16>(bytes, n, to);
+    else if (dtype == TL_BF16)
+        to_floats_as<TL_BF16>(bytes, n, to);
+    else
+        to_floats_as<TL_F32>(bytes, n, to);
 }

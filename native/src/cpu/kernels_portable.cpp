@@ -1,6 +1,7 @@
 // The kernels without any SIMD instruction: the readable specification of the others, and the fallback.
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 
 #include "kernels.h"
 #include "tinyloop/backend.h"
@@ -96,9 +97,91 @@ V pow2_scale(V p, V t) {
     });
 }
 
+constexpr int kIntegerRows = 4;
+
+struct Bytes {
+    uint8_t byte[kPanel][4];
+
+    static Bytes load(const char* from) {
+        Bytes b;
+        std::memcpy(b.byte, from, sizeof b.byte);
+        return b;
+    }
+    static Bytes low(const char* from) { return shifted(from, 0); }
+    static Bytes high(const char* from) { return shifted(from, 4); }
+    static Bytes shifted(const char* from, int bits) {
+        Bytes b = load(from);
+        for (auto& output : b.byte)
+            for (uint8_t& byte : output) byte = byte >> bits & 15;
+        return b;
+    }
+};
+
+struct Quad {
+    int8_t q[4];
+    static Quad load(const int8_t* from) { return {from[0], from[1], from[2], from[3]}; }
+};
+
+struct Sums {
+    int32_t lane[kPanel];
+
+    static Sums start(const int16_t*) { return {}; }
+    template <bool kOneRow>
+    void add(const Bytes& w, Quad q) {
+        for (int j = 0; j < kPanel; ++j)
+            for (int t = 0; t < 4; ++t) lane[j] += static_cast<int8_t>(w.byte[j][t]) * q.q[t];
+    }
+    V to_float() const {
+        return each([&](int j) { return static_cast<float>(lane[j]); });
+    }
+};
+
+struct ShortSums {
+    int16_t lane[kPanel][2];
+
+    static ShortSums start(const int16_t* offsets) {
+        ShortSums s;
+        for (auto& output : s.lane) std::memcpy(output, offsets, sizeof output);
+        return s;
+    }
+    template <bool>
+    void add(const Bytes& w, Quad q) {
+        for (int j = 0; j < kPanel; ++j)
+            for (int t = 0; t < 4; ++t) lane[j][t / 2] = static_cast<int16_t>(lane[j][t / 2] + w.byte[j][t] * q.q[t]);
+    }
+    V to_float() const {
+        return each([&](int j) { return static_cast<float>(lane[j][0] + lane[j][1]); });
+    }
+};
+
+float largest_magnitude(V a, V b) {
+    uint32_t best = 0;
+    for (const V* v : {&a, &b})
+        for (const float& x : v->lane) {
+            uint32_t bits;
+            std::memcpy(&bits, &x, 4);
+            bits &= 0x7FFFFFFF;
+            best = bits > best ? bits : best;
+        }
+    float value;
+    std::memcpy(&value, &best, 4);
+    return value;
+}
+
+void store_int8(V x, int8_t* to) {
+    for (int j = 0; j < kPanel; ++j) to[j] = static_cast<int8_t>(std::nearbyint(x.lane[j]));
+}
+
+void group_offsets(const int8_t* q, int16_t* offsets) {
+    int sum[2] = {};
+    for (int k = 0; k < kGroup; ++k) sum[k % 4 / 2] += q[k];
+    for (int i = 0; i < 2; ++i) offsets[i] = static_cast<int16_t>(-8 * sum[i]);
+}
+
 #include "kernels_impl.h"
 
-constexpr Kernels kTable = {"portable", product, rmsnorm, add, swiglu, softmax, dot, scale, store_fp16};
+constexpr Kernels kTable = {"portable", product, rmsnorm,    add,       swiglu,  softmax,
+                            dot,        scale,   store_fp16, to_floats, quantize};
 
 }  // namespace
 

@@ -4,10 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace tinyloop::cpu {
+#include "kernels.h"
 
-inline constexpr int kGroup = 32;  // elements that share a scale in a stored input
-inline constexpr int pad32(int n) { return (n + 31) & ~31; }
+namespace tinyloop::cpu {
 
 // out[i * stride] = round(x[i] / scale), n elements; returns scale = max|x| / 127 (0 when all are 0).
 float quantize_int8(const float* x, int n, int8_t* out, size_t stride);

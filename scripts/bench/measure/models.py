@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tinyloop_serve.native import artifact
+from tinyloop_serve.native import artifact, panels
 
 LAYERS, LOOPS = 4, 8
 CONTEXT = 4352  # positions: 4096 of a long prompt and some to decode
@@ -47,17 +47,20 @@ def write(name: str, folder: Path, dtype: str = "fp16") -> Path:
 
 
 def read(path: Path) -> Weights:
-    """The tensors stay on disk until they are used."""
+    """Tensors in rows stay on disk until they are used."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     data = np.memmap(path, np.uint8, "r", offset=8 + length)
     config = json.loads(header.pop("__metadata__")["config"])
+    shapes = artifact.expected_tensors(config)
     tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         dtype = {"F16": np.float16, "F32": np.float32}[entry["dtype"]]
-        tensors[name] = data[begin:end].view(dtype).reshape(entry["shape"])
+        stored = data[begin:end].view(dtype).reshape(entry["shape"])
+        heads = panels.heads_of(name, config["head_dim"])
+        tensors[name] = stored if stored.ndim < 3 else panels.unpack(stored, shapes[name], heads)
     return Weights(config, tensors)
 
 

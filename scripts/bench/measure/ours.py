@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from measure import models
 from tinyloop_serve.native import GenerateConfig, Model, PrefixCache
 
 
-@contextmanager
-def load(name: str, folder: Path, weights: str, threads: int) -> Iterator[Model | None]:
-    """None where the engine does not have these weights."""
+def load(name: str, folder: Path, weights: str, threads: int) -> Model:
     path = models.write(name, folder, "bf16" if weights == "bf16" else "fp16")
-    quantised = {"weights": weights} if weights.startswith("int") else {}
-    try:
-        model = Model(path, threads=threads, **quantised)
-    except TypeError:
-        yield None
-        return
-    with model:
-        yield model
+    return Model(path, threads=threads, weights=weights)
 
 
 def prefill(model: Model, tokens: int, loops: int = 0) -> float:
