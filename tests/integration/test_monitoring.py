@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.conftest import Fleet, fleet_of, wait_until
+from tests.integration.promql import complaints, kept_labels
 from tinyloop_serve.dispatcher.catalogue import CATALOGUE
 
 pytestmark = pytest.mark.integration
@@ -144,3 +148,68 @@ def test_the_pages_follow_a_replica_that_dies_and_comes_back(watched: Fleet) -> 
     losses = scrape(watched)["tinyloop_replica_losses"].samples
     assert {s.labels["replica"]: s.value for s in losses} == {"replica-0": 0, "replica-1": 1}
     assert [line["endpoint"] for line in journal(watched, "replica_lost")] == [target.endpoint]
+
+
+# ------------------------------------------------------------------ the dashboard and the alerts
+
+
+def dashboard() -> list[dict[str, Any]]:
+    """Its panels, the rows between them left out."""
+    text = files("tinyloop_serve.deploy").joinpath("dashboards", "grafana.json").read_text("utf-8")
+    return [panel for panel in json.loads(text)["panels"] if panel["type"] != "row"]
+
+
+def alerts() -> list[dict[str, Any]]:
+    text = files("tinyloop_serve.deploy").joinpath("dashboards", "alerts.yaml").read_text("utf-8")
+    return [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
+
+
+def test_every_panel_shows_what_the_fleet_exports(exported: dict[str, Metric]) -> None:
+    found = []
+    for panel in dashboard():
+        assert panel["targets"] and panel["description"], panel["title"]
+        for target in panel["targets"]:
+            found += [f"{panel['title']}: {each}" for each in complaints(target["expr"], exported.values())]
+            shown = re.findall(r"\{\{\s*(\w+)\s*\}\}", target["legendFormat"])
+            kept = kept_labels(target["expr"], exported.values())
+            found += [f"{panel['title']}: {each} is not kept" for each in shown if each not in kept]
+    assert not found
+
+
+def test_every_alert_is_about_what_the_fleet_exports(exported: dict[str, Metric]) -> None:
+    found = []
+    for rule in alerts():
+        name, expression, summary = rule["alert"], rule["expr"], rule["annotations"]["summary"]
+        found += [f"{name}: {each}" for each in complaints(expression, exported.values())]
+        kept = kept_labels(expression, exported.values())
+        told = re.findall(r"\$labels\.(\w+)", summary)
+        found += [f"{name}: {each} is not kept" for each in told if each not in kept]
+    assert not found
+    assert len(alerts()) == len({rule["alert"] for rule in alerts()}) > 10
+    assert all(rule["labels"]["severity"] in ("page", "ticket") for rule in alerts())
+
+
+def test_every_metric_is_on_the_dashboard_or_in_an_alert() -> None:
+    asked = " ".join(target["expr"] for panel in dashboard() for target in panel["targets"])
+    asked += " ".join(rule["expr"] for rule in alerts())
+    assert not [metric.name for metric in CATALOGUE if not re.search(rf"\b{metric.name}(_\w+)?\b", asked)]
+
+
+@pytest.mark.parametrize(
+    ("expression", "complaint"),
+    [
+        ("sum(rate(tinyloop_request_total[5m]))", "no metric tinyloop_request_total"),
+        ("tinyloop_queue_seconds > 1", "no metric tinyloop_queue_seconds"),  # a histogram's name is no series
+        ('tinyloop_requests_total{tenants="a"}', "no label tenants"),
+        ('tinyloop_requests_total{outcome="poisoned"}', "never 'poisoned'"),
+        ('tinyloop_requests_total{outcome=~"engine|lost"}', "never 'lost'"),
+        ("sum by (replica) (tinyloop_requests_total)", "no label replica to group by"),
+        ("1 > 0", "asks for no metric"),
+        ('sum by (tenant) (tinyloop_requests_total{instance=~".*", outcome="engine"})', ""),
+    ],
+)
+def test_the_check_of_expressions_sees_what_is_not_there(
+    exported: dict[str, Metric], expression: str, complaint: str
+) -> None:
+    found = list(complaints(expression, exported.values()))
+    assert len(found) == bool(complaint) and complaint in "".join(found)

@@ -27,3 +27,9 @@ def test_every_event_of_the_log_is_in_the_documents() -> None:
     events = set(re.findall(r'\.event\(\s*"(\w+)"', sources))
     text = (ROOT / "docs" / "operations.md").read_text()
     assert len(events) >= 10 and {event for event in events if f"| `{event}` |" not in text} == set()
+
+
+def test_every_alert_has_its_first_step_in_the_documents() -> None:
+    alerts = re.findall(r"- alert: (\w+)", (ROOT / "deploy" / "dashboards" / "alerts.yaml").read_text())
+    text = (ROOT / "docs" / "operations.md").read_text()
+    assert alerts and not [alert for alert in alerts if f"`{alert}`" not in text]
