@@ -30,7 +30,7 @@ class Exits:
         self.handles = Handles()  # what the replicas hold
         self.clients = Clients()  # who is still there
         self.metrics = Metrics(config.tenants.names)  # what has happened
-        self.recent = Recent()  # how long requests took
+        self.recent = Recent()  # how long requests took lately
         self.failovers = 0  # requests that went on after a replica was lost
         self._config = config
         self._journal = journal
@@ -61,7 +61,8 @@ class Exits:
         stats = verdict.stats if isinstance(verdict, messages.Done) else None
         self.metrics.ended(request, outcome, stats, now)
         if outcome == "answered" and stats is not None:
-            self.recent.answered(request.arrived, stats, now)
+            streamed_at = request.first_at if request.asked.stream else 0.0
+            self.recent.answered(request.arrived, streamed_at, stats, now)
         self._journal.request(request, outcome, verdict, now)
         self._stirred = True
 

@@ -1,4 +1,4 @@
-"""How long requests took of late: the last ones that were answered, in the replicas' own statistics.
+"""How long requests took of late: the last ones that were answered.
 
 For the status alone; no decision reads it. Costs nothing per token, and a sort when somebody asks.
 """
@@ -21,8 +21,9 @@ class Recent:
         # (when it ended, milliseconds: to the first token, per token after it, whole)
         self._answered: deque[tuple[float, float, float, float]] = deque(maxlen=KEPT)
 
-    def answered(self, arrived: float, stats: Stats, now: float) -> None:
-        first = stats.queue_ms + stats.first_token_ms
+    def answered(self, arrived: float, streamed_at: float, stats: Stats, now: float) -> None:
+        """`streamed_at`: when its first token went out; 0 = all went at once, at the end."""
+        first = (streamed_at - arrived) * 1000 if streamed_at else stats.queue_ms + stats.first_token_ms
         each = stats.decode_ms / max(1, stats.generated_tokens - 1)
         self._answered.append((now, first, each, (now - arrived) * 1000))
 

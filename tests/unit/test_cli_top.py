@@ -75,7 +75,7 @@ def test_latencies_are_those_of_the_last_minute() -> None:
     recent = Recent()
     assert recent.latency(0.0) == Latency()
     for n in range(100):
-        recent.answered(arrived=n - 0.5, stats=stats(float(n)), now=float(n))
+        recent.answered(arrived=n - 0.5, streamed_at=0.0, stats=stats(float(n)), now=float(n))
     found = recent.latency(99.0)
     assert found.requests == WINDOW_S
     assert found.first_token_ms == (70.0, 94.0, 100.0)
@@ -83,9 +83,15 @@ def test_latencies_are_those_of_the_last_minute() -> None:
     assert recent.latency(99.0 + WINDOW_S) == Latency()
 
 
+def test_a_stream_is_measured_where_it_was_forwarded() -> None:
+    recent = Recent()
+    recent.answered(arrived=10.0, streamed_at=10.25, stats=stats(1.0), now=11.0)
+    assert recent.latency(11.0).first_token_ms[0] == 250.0
+
+
 def test_a_flood_of_requests_keeps_the_last_ones() -> None:
     recent = Recent()
     for n in range(3 * KEPT):
-        recent.answered(arrived=0.0, stats=stats(float(n)), now=1.0)
+        recent.answered(arrived=0.0, streamed_at=0.0, stats=stats(float(n)), now=1.0)
     found = recent.latency(1.0)
     assert found.requests == KEPT and found.first_token_ms[0] > 2 * KEPT
