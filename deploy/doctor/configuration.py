@@ -39,7 +39,7 @@ class Subject:
 
 
 def read(path: str, plan: Plan) -> Subject:
-    """`plan.replicas` may be 0: as the file says. A `[fleet]` table for systemd's units says all of what runs.
+    """`plan.replicas` may be 0: as the file says. A `[fleet]` table for services says all of what runs.
     Raises `BadConfig`."""
     if not path:
         return Subject("", replace(plan, replicas=plan.replicas or Plan.replicas))
