@@ -5,8 +5,9 @@ their answers.
     former    what was current before: such a replica finishes answers that were begun with it
     accepted  what an operator lets replace `current`, once
 
-The same file held in other weights gives other tokens, so it may not serve beside it; nor replace it, as an
-answer names its model by the fingerprint alone. This file must not know replicas.
+The same file held in other weights, or computed by another backend, gives other tokens, so it may not serve
+beside it; nor replace it, as requests in here name their model by the fingerprint alone. This file
+must not know replicas.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ class Models:
         """The current one; for an answer that goes on, the one it was begun with. Raises `ReplicaLost` where
         that one is not served any more."""
         assert self.current is not None
-        if not (asked.done and asked.model) or asked.model == self.current.fingerprint:
+        if not (asked.done and asked.model):
             return self.current
-        if asked.model not in self._former:
-            begun = f"the answer was begun with model {asked.model[:12]}"
-            gone = f"the fleet serves {_title(self.current)}, whose tokens would differ"
-            raise ReplicaLost(f"{begun}; {gone}", field="model", value=asked.model)
-        return self._former[asked.model]
+        for model in (self.current, *self._former.values()):
+            if asked.model == model.identity:
+                return model
+        served = f"the fleet serves {_title(self.current)}, whose tokens would differ"
+        raise ReplicaLost(
+            f"the answer was begun with model {asked.model}; {served}", field="model", value=asked.model
+        )
 
     def accept(self, fingerprint: str) -> None:
         """The next replica that announces it makes it the fleet's model."""
@@ -57,7 +60,7 @@ class Models:
 
     def would_admit(self, model: ModelInfo) -> bool:
         if served := self._served(model):
-            return model.weights == served.weights
+            return model.identity == served.identity
         return self.current is None or self.would_replace(model)
 
     def would_replace(self, model: ModelInfo) -> bool:
@@ -73,4 +76,5 @@ class Models:
 
 
 def _title(model: ModelInfo) -> str:
-    return f"{model.name} ({', '.join(filter(None, (model.fingerprint[:12], model.weights)))})"
+    what = (model.fingerprint[:12], model.weights, model.backend)
+    return f"{model.name} ({', '.join(filter(None, what))})"

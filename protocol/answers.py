@@ -52,7 +52,7 @@ class Open:
     deadline: float = NEVER  # the caller's own
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    model: str = ""  # fingerprint of the model that they came from
+    model: str = ""  # identity of the model that they came from
     cancelled: bool = False
     refused: bool = False  # for want of room, after a loss; it will be asked again
     resumed: int = 0  # how often it was asked again

@@ -74,7 +74,7 @@ class Generate(Message, frozen=True):
     handle: str = ""  # of a prefix: the prompt follows it (and may be empty); of a resume: no prompt
     recipe: Recipe | None = None  # of that handle, so that it can be built again if it is lost
     done: bytes = b""  # u32: tokens of this answer that the client has already; the answer goes on after them
-    model: str = ""  # fingerprint of the model that gave `done`: no other one can go on with it; "" = unknown
+    model: str = ""  # identity of the model that gave `done`: no other one can go on with it; "" = unknown
 
 
 class Cancel(Message, frozen=True):
@@ -159,7 +159,7 @@ class Tokens(Message, frozen=True):
     seq: int  # index of the first token here in the answer: 0, then the count so far
     tokens: bytes  # u32 little-endian
     text: str = ""
-    model: str = ""  # fingerprint of the model they come from; only told with the first of a run
+    model: str = ""  # identity of the model that they come from; only told with the first of a run
 
 
 class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -277,7 +277,7 @@ class Latency(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What a replica serves; equal fingerprints and weights mean equal tokens."""
+    """What a replica serves."""
 
     name: str
     fingerprint: str
@@ -289,6 +289,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     has_tokenizer: bool = False
     chat_template: str = ""
     weights: str = ""  # what the engine holds matrices in: "fp16", "int8", ...
+    backend: str = ""  # what computes: "cpu", "cuda"
+
+    @property
+    def identity(self) -> str:
+        """Equal ones give equal tokens: the file, the weights and what computes with them."""
+        return " ".join(filter(None, (self.fingerprint, self.weights, self.backend)))
 
 
 class Status(Message, frozen=True):

@@ -74,17 +74,18 @@ def main(arguments: list[str]) -> int:
         return _give_up(f"cannot bind {config.endpoint}: {error}", 1)
 
     health = Health()
+    ready = _announcement(config, model, vocabulary is not None, allowed)
     executor = Executor(
         model,
         vocabulary,
         config.name,
         mailbox.post,
+        identity=ready.model.identity,
         handles=handles,
         speculation=speculation,
         health=health,
         give_up=mailbox.give_up,
     )
-    ready = _announcement(config, model, vocabulary is not None, allowed)
     session = Session(
         executor,
         announce=lambda: replace(
@@ -142,6 +143,7 @@ def _announcement(config: Config, model: native.Model, has_tokenizer: bool, allo
         has_tokenizer=has_tokenizer,
         chat_template=model.metadata.get("chat_template", ""),
         weights=model.weights,
+        backend=model.device.partition("/")[0].partition(":")[0],
     )
     return Ready(
         name=config.name,

@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 class Answer:
     """Owned by the thread that decodes; only `cancelled` may be set from elsewhere. `model`: its
-    fingerprint, told with the first tokens."""
+    identity, told with the first tokens."""
 
     def __init__(
         self, lane: Lane, vocabulary: Vocabulary | None, eos_ids: Collection[int], model: str = ""

@@ -74,13 +74,16 @@ class Executor:
         name: str,
         post: Callable[[Outcome], None],
         *,
+        identity: str,
         handles: HandleStore,
         speculation: Speculation,
         health: Health,
         give_up: Callable[[str], None],
     ) -> None:
-        """`give_up` is called when the engine is past hope; like `post` it must not block."""
+        """`identity`: the model's. `give_up` is called when the engine is past hope; like `post` it must not
+        block."""
         self._engine = engine
+        self._identity = identity
         self._vocabulary = vocabulary
         self._eos_ids = frozenset(engine.config["eos_ids"])
         self._post = post
@@ -94,7 +97,7 @@ class Executor:
         self._thread.start()
 
     def submit(self, run: Run) -> Job:
-        job = Job(run, self._vocabulary, self._eos_ids, self._engine.fingerprint)
+        job = Job(run, self._vocabulary, self._eos_ids, self._identity)
         self._todo.put(job)
         return job
 

@@ -459,10 +459,12 @@ def test_another_model_is_refused_and_the_status_says_why() -> None:
     assert status.replicas[1].state == "lost" and "eeee" in status.replicas[1].error
 
 
-def test_other_weights_of_the_same_model_would_give_other_tokens() -> None:
+@pytest.mark.parametrize("other", [{"weights": "int8"}, {"backend": "cuda"}])
+def test_other_weights_or_another_backend_would_give_other_tokens(other: dict[str, str]) -> None:
     bench = Bench()
-    bench.replica(R1, announce(R1, msgspec.structs.replace(MODEL, weights="int8")))
-    assert bench.core.replicas[R1].state == "lost" and "int8" in bench.core.replicas[R1].error
+    bench.replica(R1, announce(R1, msgspec.structs.replace(MODEL, **other)))
+    assert bench.core.replicas[R1].state == "lost"
+    assert next(iter(other.values())) in bench.core.replicas[R1].error
 
 
 def test_a_replica_that_starts_anew_on_the_same_connection_has_lost_its_work() -> None:
@@ -593,14 +595,14 @@ def test_tokens_of_one_model_go_on_only_with_the_same_model() -> None:
 
 def test_an_answer_that_a_client_goes_on_with_goes_on_with_its_model() -> None:
     other = msgspec.structs.replace(MODEL, fingerprint="e" * 64)
-    have = {"done": tokens_to_bytes([1, 2])}
+    have: dict[str, Any] = {"done": tokens_to_bytes([1, 2])}
     bench = Bench(ready=2)
     (failed,) = said(bench.client(ALICE, ask("q", **have, model="e" * 64)), ALICE, Failed)
     assert (failed.code, failed.field, failed.value) == ("replica_lost", "model", "e" * 64)
     bench.client(BOB, Control("c", "accept", "e" * 64))
     bench.gone(R1)
     bench.replica(R1, announce(R1, other, pid=8))
-    bench.client(ALICE, ask("former", **have, model=MODEL.fingerprint))
+    bench.client(ALICE, ask("former", **have, model=MODEL.identity))
     bench.client(ALICE, ask("current", **have, model="e" * 64))
     assert [bench.run(each).lanes[0].id for each in (R0, R1)] == ["former", "current"]
 

@@ -642,7 +642,7 @@ class Dispatcher(RuleBasedStateMachine):
         replica.made = {lane.key: len(lane.done) // 4 for lane in run.lanes}
 
     def first_come(self, replica: FakeReplica, lane: Lane) -> None:
-        """Nothing that came earlier, and could run there, was passed over."""
+        """Nothing that came earlier, or had begun, and could run there, was passed over."""
         mine = self.core.requests.get(lane.key)
         assert mine and mine.shape
         budget = BUDGETS[replica.endpoint]
@@ -650,7 +650,8 @@ class Dispatcher(RuleBasedStateMachine):
             for other in bucket:
                 same = (other.shape, other.tenant, other.priority) == (mine.shape, mine.tenant, mine.priority)
                 suits = other.model == mine.model and other.sticky in ("", replica.endpoint)
-                if same and suits and other.key < mine.key:
+                earlier = (not other.begun, other.key) < (not mine.begun, mine.key)
+                if same and suits and earlier:
                     size = -(-other.positions // 16) * 16 * (1 + bucket.shape.sampling.loops)
                     size *= bucket.shape.sampling.beam_size
                     assert budget and size > budget.cache_bytes, "first come, first served"

@@ -58,7 +58,6 @@ class ScriptedEngine:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.config: dict[str, Any] = {"eos_ids": [EOS]}
-        self.fingerprint = "f00d"
         self.step_counter = 0
         self.calls: list[str] = []
         self.before_step: Callable[[int], None] = lambda step: None
@@ -147,6 +146,7 @@ class Bench:
             vocabulary() if with_text else None,
             "r0",
             self.posted.put,
+            identity="f00d",
             handles=self.handles,
             speculation=Speculation([], loops=4, threshold=1.3),
             health=self.health,

@@ -65,6 +65,7 @@ class Bench:
             vocabulary,
             "r0",
             self.posted.put,
+            identity="f00d",
             handles=self.handles,
             speculation=self.speculation,
             health=self.health,
@@ -305,7 +306,6 @@ class FailingEngine:
     """Every call fails while `broken`."""
 
     config: dict[str, Any] = {"eos_ids": []}  # noqa: RUF012
-    fingerprint = "f00d"
     step_counter = 0
     broken = True
 
