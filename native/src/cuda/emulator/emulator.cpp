@@ -1,0 +1,227 @@
+// The scheduler: which fiber runs next, and when those that wait may go on.
+#include "emulator/emulator.h"
+
+#include <algorithm>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "emulator/controls.h"
+#include "emulator/fibers.h"
+#include "emulator/races.h"
+
+namespace tinyloop::gpu::emulator {
+
+Current current;
+
+namespace {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kGuard = 64;  // bytes after shared memory that nothing may write
+constexpr char kGuardByte = '\xA5';
+
+enum class Wait { nothing, block, warp, shuffle, done };
+
+struct Thread {
+    Wait wait;
+    uint32_t value, result;
+    int lanes;
+    const char* file;
+    int line;
+};
+
+struct Block {
+    std::vector<Thread> threads;
+    std::vector<unsigned> ready;
+    std::vector<unsigned> warp_waits;  // per warp: threads that wait in it
+    unsigned running, block_waits, done;
+    uint64_t random;
+    const std::function<void()>* kernel;
+    std::string error;
+};
+
+std::mutex one_at_a_time;  // the fibers and what they see are the process's
+Block block;
+tinyloop_emulator_controls controls{TL_ORDER_FORWARD, 1, UINT64_MAX, 0, 0, 0};
+
+std::string where(const Thread& thread) { return std::string(thread.file) + ":" + std::to_string(thread.line); }
+
+uint64_t draw() {  // xorshift64 (Marsaglia 2003)
+    block.random ^= block.random << 13;
+    block.random ^= block.random >> 7;
+    return block.random ^= block.random << 17;
+}
+
+template <class T>
+void arrange(std::vector<T>& list) {
+    if (controls.order == TL_ORDER_REVERSE) std::reverse(list.begin(), list.end());
+    if (controls.order == TL_ORDER_SHUFFLED)
+        for (size_t i = list.size(); i > 1; --i) std::swap(list[i - 1], list[draw() % i]);
+}
+
+void make_ready(unsigned thread) {
+    block.threads[thread].wait = Wait::nothing;
+    block.ready.push_back(thread);
+}
+
+void wait(Wait kind, const char* file, int line) {
+    Thread& self = block.threads[block.running];
+    self.wait = kind;
+    self.file = file;
+    self.line = line;
+    fibers.leave(false);
+}
+
+void body() {
+    (*block.kernel)();
+    block.threads[block.running].wait = Wait::done;
+    fibers.leave(true);
+}
+
+// All threads of the block stand at one barrier: they go on.
+void release_block() {
+    const Thread* first = nullptr;
+    for (const Thread& thread : block.threads) {
+        if (thread.wait != Wait::block) {
+            block.error = "__syncthreads() is reached by only part of the block";
+            return;
+        }
+        if (!first) first = &thread;
+        if (thread.line != first->line || thread.file != first->file) {
+            block.error = "divergent __syncthreads(): " + where(*first) + " and " + where(thread);
+            return;
+        }
+    }
+    races::block_met();
+    block.block_waits = 0;
+    for (unsigned i = 0; i < block.threads.size(); ++i) make_ready(i);
+}
+
+// All threads of a warp wait in it: they exchange their values and go on.
+void release_warp(unsigned warp) {
+    const unsigned base = warp * kWarp;
+    const Thread& first = block.threads[base];
+    for (unsigned lane = 0; lane < kWarp; ++lane) {
+        Thread& thread = block.threads[base + lane];
+        if (thread.wait != first.wait || thread.lanes != first.lanes || thread.line != first.line) {
+            block.error = "divergent warp: " + where(first) + " and " + where(thread);
+            return;
+        }
+        thread.result = block.threads[base + (lane ^ static_cast<unsigned>(first.lanes))].value;
+    }
+    if (first.wait == Wait::warp) races::warp_met(base);
+    block.warp_waits[warp] = 0;
+    for (unsigned lane = 0; lane < kWarp; ++lane) make_ready(base + lane);
+}
+
+void step(unsigned thread, dim3) {
+    block.running = thread;
+    current.thread = {thread, 0, 0};
+    fibers.enter(thread);
+    switch (block.threads[thread].wait) {
+        case Wait::done:
+            ++block.done;
+            break;
+        case Wait::block:
+            ++block.block_waits;
+            break;
+        default:
+            if (++block.warp_waits[thread / kWarp] == kWarp) release_warp(thread / kWarp);
+    }
+}
+
+void run_block(size_t shared_bytes) {
+    const unsigned count = static_cast<unsigned>(block.threads.size());
+    std::memset(current.shared, 0xFF, shared_bytes);  // NaN
+    std::memset(current.shared + shared_bytes, kGuardByte, kGuard);
+    block.ready.clear();
+    block.warp_waits.assign(count / kWarp, 0);
+    block.block_waits = block.done = 0;
+    races::block_begins(count, current.shared, shared_bytes);
+    for (unsigned i = 0; i < count; ++i) {
+        block.threads[i] = {};
+        fibers.begin(i, body);
+        make_ready(i);
+    }
+    std::vector<unsigned> turn;
+    while (block.done < count) {
+        if (block.ready.empty() && block.block_waits) release_block();
+        if (block.error.empty() && block.ready.empty())
+            for (const Thread& thread : block.threads)
+                if (thread.wait != Wait::done) block.error = "part of a warp waits for the rest at " + where(thread);
+        if (!block.error.empty()) return;
+        turn.swap(block.ready);
+        block.ready.clear();
+        arrange(turn);
+        for (unsigned thread : turn) {
+            step(thread, {});
+            if (!block.error.empty()) return;
+        }
+    }
+    for (size_t i = 0; i < kGuard; ++i)
+        if (current.shared[shared_bytes + i] != kGuardByte) block.error = "a write past the end of shared memory";
+    if (block.error.empty()) block.error = races::found();
+}
+
+}  // namespace
+
+void run(dim3 grid, unsigned threads, size_t shared_bytes, const std::function<void()>& kernel) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
+    if (!threads || threads > 1024 || threads % kWarp || !blocks || grid.y > 65535 || grid.z > 65535 ||
+        shared_bytes > 48 << 10)
+        throw std::runtime_error("emulator: a launch that no device accepts");
+    ++controls.launches;
+    block.kernel = &kernel;
+    block.threads.resize(threads);
+    block.error.clear();
+    block.random = controls.seed * 0x9E3779B97F4A7C15u | 1;
+    fibers.prepare(threads);
+    std::vector<char> shared(shared_bytes + kGuard + 128);
+    current.shared = shared.data() + (128 - reinterpret_cast<uintptr_t>(shared.data()) % 128);
+    std::vector<uint64_t> order(blocks);
+    std::iota(order.begin(), order.end(), uint64_t{0});
+    arrange(order);
+    races::launch_begins();
+    for (uint64_t number : order) {
+        current.block = {static_cast<unsigned>(number % grid.x), static_cast<unsigned>(number / grid.x % grid.y),
+                         static_cast<unsigned>(number / grid.x / grid.y)};
+        run_block(shared_bytes);
+        if (!block.error.empty()) break;
+    }
+    races::launch_ends();
+    if (!block.error.empty())
+        throw std::runtime_error("emulator: " + block.error + " [block " + std::to_string(current.block.x) + "," +
+                                 std::to_string(current.block.y) + "," + std::to_string(current.block.z) + "]");
+}
+
+void block_barrier(const char* file, int line) { wait(Wait::block, file, line); }
+void warp_barrier(const char* file, int line) {
+    block.threads[block.running].lanes = 0;
+    wait(Wait::warp, file, line);
+}
+
+uint32_t shuffle_xor(unsigned mask, uint32_t value, int lanes) {
+    Thread& self = block.threads[block.running];
+    if (mask != ~0u) block.error = "a shuffle among only part of a warp";
+    self.value = value;
+    self.lanes = lanes;
+    wait(Wait::shuffle, "a shuffle", lanes);
+    return self.result;
+}
+
+// Blocks run one after another, so that plain arithmetic is atomic.
+bool arrive(int* counter, int blocks) {
+    const bool last = ++*counter == blocks;
+    if (last) *counter = 0;
+    races::arrived(counter, last);
+    return last;
+}
+
+}  // namespace tinyloop::gpu::emulator
+
+extern "C" __attribute__((visibility("default"))) tinyloop_emulator_controls* tinyloop_emulator(void) {
+    return &tinyloop::gpu::emulator::controls;
+}

@@ -1,0 +1,33 @@
+// Fibers: stacks of their own on one thread, switched in a few instructions. Knows no CUDA.
+#pragma once
+#include <cstddef>
+#include <vector>
+
+namespace tinyloop::gpu::emulator {
+
+class Fibers {
+  public:
+    using Body = void (*)();
+    ~Fibers();
+
+    void prepare(unsigned count);           // at least so many stacks
+    void begin(unsigned fiber, Body body);  // the body must not return
+    void enter(unsigned fiber);             // from the scheduler; comes back at leave()
+    void leave(bool for_good);              // from the fiber that runs
+    bool holds(const void* address) const;  // whether it lies on a fiber's stack
+
+  private:
+    static constexpr size_t kStack = 64 << 10;
+    char* stacks_ = nullptr;
+    unsigned count_ = 0;
+    std::vector<void*> tops_;
+    unsigned running_ = 0;
+    void* scheduler_ = nullptr;
+    const void* scheduler_stack_ = nullptr;
+    size_t scheduler_size_ = 0;
+    friend void fiber_started();
+};
+
+extern Fibers fibers;
+
+}  // namespace tinyloop::gpu::emulator
