@@ -59,6 +59,7 @@ def _version() -> str:
 
 
 def _give_up(reason: str, status: int) -> int:
+    Supervisor().status(reason)
     print(f"tinyloop-dispatcher: {reason}", file=sys.stderr, flush=True)
     return status
 

@@ -161,6 +161,9 @@ class Orders(Exits):
         """The replica's answer. What it evicted is gone whether or not it then had success."""
         replica = self.replicas[endpoint]
         self.metrics.built(endpoint, built)
+        if built.code == errors.EngineFailed.code:
+            who = {"endpoint": endpoint, "replica": replica.name, "handle": built.handle}
+            self._journal.event("build_failed", **who, message=built.message)
         for name in built.evicted:
             self._journal.event("handle_evicted", handle=name, replica=replica.name, endpoint=endpoint)
             replica.ledger.release_handle(name)

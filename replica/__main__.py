@@ -101,7 +101,6 @@ def main(arguments: list[str]) -> int:
     server.run(session, config.drain_s, config.stall_s)
     if mailbox.given_up:
         _give_up(mailbox.given_up, EXIT_ILL)
-        Supervisor().status(mailbox.given_up)
     server.close()
     if mailbox.given_up:
         os._exit(EXIT_ILL)  # whatever is wrong with the engine must not keep us from ending
@@ -163,6 +162,7 @@ def _say_ready(config: Config) -> None:
 
 
 def _give_up(reason: str, status: int) -> int:
+    Supervisor().status(reason)
     print(f"tinyloop-replica: {reason}", file=sys.stderr, flush=True)
     return status
 

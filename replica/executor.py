@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tinyloop_serve.native import GenerateConfig, Model
+from tinyloop_serve.native.errors import OutOfMemoryError
 from tinyloop_serve.protocol.codec import tokens_from_bytes
 from tinyloop_serve.protocol.errors import EngineFailed
 from tinyloop_serve.protocol.messages import Build, Built, Calibrated, Drop, Run, Step
@@ -162,23 +163,26 @@ class Executor:
         if building.given_up():
             return
         handle = building.build.handle
+        evicted = self._handles.make_room(handle)  # these are gone, whatever comes of it
         try:
-            size, evicted = self._handles.build(building.build)
-            built = Built(handle, bytes=size, evicted=evicted)
+            built = Built(handle, bytes=self._handles.build(building.build), evicted=evicted)
         except REFUSALS as error:
             refusal = refusal_of(error)
-            built = Built(handle, code=refusal.code, message=str(refusal))
+            built = Built(handle, evicted=evicted, code=refusal.code, message=str(refusal))
         except Exception as error:
-            self._engine_failed(error)
-            built = Built(handle, code=EngineFailed.code, message=f"{type(error).__name__}: {error}")
+            self._engine_failed(error, now=isinstance(error, OutOfMemoryError | MemoryError))
+            why = f"{type(error).__name__}: {error}"
+            built = Built(handle, evicted=evicted, code=EngineFailed.code, message=why)
         if building.given_up():
             self._handles.drop([handle])
         self._post(Outcome(building, built, []))
 
-    def _engine_failed(self, error: Exception) -> None:
+    def _engine_failed(self, error: Exception, *, now: bool = False) -> None:
+        """`now`: it is ill with this one already. The budget had room for a handle, so the machine has not
+        what it was said to have."""
         with contextlib.suppress(OSError):  # nobody may be left to read it
             traceback.print_exception(error, file=sys.stderr)
-        self._health.failed(f"{type(error).__name__}: {error}")
+        self._health.failed(f"{type(error).__name__}: {error}", now=now)
 
     def _carry_out(self, job: Job) -> list[Part]:
         """Runs the job; returns the parts that end it."""

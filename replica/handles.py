@@ -38,12 +38,16 @@ class HandleStore:
         self._engine = engine
         self._all: dict[str, Held] = {}  # the same order
 
-    def build(self, build: Build) -> tuple[int, tuple[str, ...]]:
-        """Makes it; returns its bytes and the names of those that made room for it. Raises what the engine
-        raises, and then nothing has changed but that there is room."""
-        self.drop([build.handle])
+    def make_room(self, handle: str) -> tuple[str, ...]:
+        """For this one, of which there is none then; returns the names of those that had to go."""
+        self.drop([handle])
         evicted = tuple(self._all)[: max(0, len(self._all) - self.max_handles + 1)]
         self.drop(evicted)
+        return evicted
+
+    def build(self, build: Build) -> int:
+        """Makes it, where there is room for it; returns its bytes. Raises what the engine raises, and then
+        nothing has changed."""
         tokens = tokens_from_bytes(build.prompt)
         if build.kind == "resume":
             made = self._engine.create_resume_handle(
@@ -53,7 +57,7 @@ class HandleStore:
             made = self._engine.create_prefix_cache(tokens, build.loops, build.cache_mode)
         self._all[build.handle] = Held(build, tokens, made)
         self._tell()
-        return made.bytes, evicted
+        return int(made.bytes)
 
     def use(self, handle: str) -> Held | None:
         """That handle, now the most recently used; None: it is not here."""

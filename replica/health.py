@@ -1,9 +1,9 @@
 """Whether this replica can still work: failures of the engine in a row, and the way back.
 
-After `MOST_FAILURES` failed calls in a row it says that it is ill, and the dispatcher gives it no more work;
-it then tries itself, once per `PROBE_S`, and is well again with the first success. When `MOST_PROBES` have
-failed too, the process ends with `EXIT_ILL` and its supervisor starts a fresh one. Belongs to the decoding
-thread; `text` may be read from any.
+After `MOST_FAILURES` failed calls in a row, or a single one that leaves no doubt, it says that it is ill and
+the dispatcher gives it no more work; it then tries itself, once per `PROBE_S`, and is well again with the
+first success. When `MOST_PROBES` have failed too, the process ends with `EXIT_ILL` and its supervisor starts
+a fresh one. Belongs to the decoding thread; `text` may be read from any.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ class Health:
     def succeeded(self) -> None:
         self.text, self._failures, self._probes = WELL, 0, 0
 
-    def failed(self, what: str) -> None:
+    def failed(self, what: str, *, now: bool = False) -> None:
+        """A call of the engine failed; `now`: that alone makes it ill."""
         self._failures += 1
         if self.ill:
             self._probes += 1
+        if now and not self.ill:
+            self.text = what
         if self._failures >= MOST_FAILURES:
             self.text = f"{self._failures} calls of the engine failed in a row, the last with {what}"

@@ -26,6 +26,7 @@ from tinyloop_serve.protocol.keys import KeyPair
 from tinyloop_serve.protocol.messages import FromReplica
 from tinyloop_serve.protocol.zap import Gate
 from tinyloop_serve.replica.executor import Outcome
+from tinyloop_serve.replica.health import WELL
 from tinyloop_serve.replica.session import Session
 
 FRAMES_PER_TURN = 64  # messages read before outcomes are looked at again
@@ -115,9 +116,12 @@ class Server:
         if self._gate:
             poller.register(self._gate.socket, zmq.POLLIN)
         leave_at = FOREVER
-        supervisor = Supervisor()
+        supervisor, told = Supervisor(), session.health
         while True:
             stalled_s = session.stalled_s(time.monotonic())
+            if session.health != told:
+                told = session.health
+                supervisor.status(told if told != WELL else "well again")
             if stalled_s < max(supervisor.watchdog_s, 1.0):
                 supervisor.alive(time.monotonic())
             if stalled_s > stall_s:

@@ -26,6 +26,7 @@ from tinyloop_serve.protocol.messages import (
     ToReplica,
 )
 from tinyloop_serve.replica.executor import Building, Job, Outcome
+from tinyloop_serve.replica.health import WELL
 
 Reply = tuple[bytes, FromReplica]
 
@@ -52,6 +53,7 @@ class Session:
         self._announce = announce
         self._life_signs = life_signs
         self._peer: bytes | None = None  # routing id of the dispatcher
+        self.health = WELL  # or what was wrong when it was last looked
         self._counter = -1  # the engine's steps, when it was last looked
         self._moved_at = 0.0  # when it was last seen to move, or had no run
         self._live: list[Job] = []  # running or waiting, the dispatcher's and those it gave up
@@ -65,9 +67,10 @@ class Session:
 
     def stalled_s(self, now: float) -> float:
         """For how long the engine has made no step in the middle of a run; 0 without one."""
-        counter = self._life_signs().step_counter
-        if counter != self._counter or not self._live:
-            self._counter, self._moved_at = counter, now
+        signs = self._life_signs()
+        self.health = signs.health
+        if signs.step_counter != self._counter or not self._live:
+            self._counter, self._moved_at = signs.step_counter, now
         return now - self._moved_at
 
     def handle(self, peer: bytes, message: ToReplica) -> list[Reply]:

@@ -107,3 +107,21 @@ def test_ready_alive_and_stopping(supervisor: Supervisor, short_tmp: Path, what:
         process.send_signal(signal.SIGTERM)
         assert supervisor.hear("STOPPING=1")
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_the_status_line_says_what_is_wrong(supervisor: Supervisor, short_tmp: Path) -> None:
+    with supervisor.start(*arguments_of("dispatcher", short_tmp)):
+        assert "STATUS=0 of 1 replicas serve" in supervisor.hear("STATUS=0 of 1")
+        with supervisor.start(*arguments_of("replica", short_tmp)) as replica:
+            assert supervisor.hear("STATUS=1 of 1 replicas serve")
+            replica.kill()
+            lost = supervisor.hear("STATUS=0 of 1 replicas serve")
+            assert "replica.sock" in lost and "connection" in lost
+
+
+def test_the_status_line_says_why_a_model_cannot_be_loaded(supervisor: Supervisor, short_tmp: Path) -> None:
+    arguments = arguments_of("replica", short_tmp)
+    arguments[arguments.index("--model") + 1] = "/nowhere.tinyloop"
+    with supervisor.start(*arguments) as process:
+        assert "/nowhere.tinyloop" in supervisor.hear("STATUS=")
+        assert process.wait(PATIENCE_S) == 78

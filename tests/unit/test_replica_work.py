@@ -176,6 +176,8 @@ def test_the_cap_is_over_all_kinds_and_the_least_recently_used_goes(bench: Bench
     bench.executor.drop(Drop(("a", "unknown")))
     assert bench.built(handle="d").evicted == ()
     assert [held.build.handle for held in bench.handles.held] == ["c", "d"]
+    failed = bench.built(handle="e", loops=99)
+    assert failed.code == "limit" and failed.evicted == ("c",), "what made room is gone, whatever came of it"
 
 
 def test_a_handle_that_cannot_be_built_is_a_typed_refusal(bench: Bench) -> None:
@@ -312,6 +314,9 @@ class FailingEngine:
     def generate_stream(self, *_: object) -> Any:
         raise OutOfMemoryError("no memory for the cache")
 
+    def create_prefix_cache(self, *_: object) -> Any:
+        raise OutOfMemoryError("no memory for the handle")
+
     def generate(self, *_: object) -> Any:
         if self.broken:
             raise OutOfMemoryError("still none")
@@ -344,6 +349,18 @@ def test_an_engine_that_works_again_is_well_again() -> None:
     bench = Bench(engine)
     fail(bench, MOST_FAILURES)
     assert bench.health.ill
+    engine.broken = False
+    while bench.health.ill:
+        assert not bench.given_up.wait(0.05)
+    bench.stop()
+
+
+def test_no_memory_for_a_handle_makes_it_ill_at_once_until_it_works_again() -> None:
+    engine = FailingEngine()
+    bench = Bench(engine)
+    built = bench.built(handle="h")
+    assert built.code == "engine" and "no memory for the handle" in built.message
+    assert bench.health.ill and "no memory for the handle" in bench.health.text
     engine.broken = False
     while bench.health.ill:
         assert not bench.given_up.wait(0.05)
