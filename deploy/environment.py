@@ -8,15 +8,33 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tinyloop_serve.protocol.modes import CACHE_MODES
+
 PREFIX = "TINYLOOP_"
+WEIGHTS = ("auto", "fp16", "bf16", "int8", "int4")
 
 
 def _threads(value: str) -> str:
     good = value.isdecimal() and 1 <= int(value) <= 1024
     return "" if good else f"{value!r} is not accepted; expected a whole number from 1 to 1024"
+
+
+def _one_of(accepted: Sequence[str]) -> Callable[[str], str]:
+    def fault(value: str) -> str:
+        return "" if value in accepted else f"{value!r} is not accepted; expected {', '.join(accepted)}"
+
+    return fault
+
+
+def _threshold(value: str) -> str:
+    try:
+        good = 0 <= float(value) <= 1
+    except ValueError:
+        good = False
+    return "" if good else f"{value!r} is not accepted; expected 0 (off) to 1"
 
 
 def _endpoint(value: str) -> str:
@@ -67,6 +85,14 @@ VARIABLES = {
     "TINYLOOP_KEY": Variable("none", "file of a client's key pair, for tcp", _key),
     "TINYLOOP_SERVER_KEY": Variable("none", "the dispatcher's public key, for tcp", _server_key),
     "TINYLOOP_THREADS": Variable("all cores", "threads of an engine that is not told otherwise", _threads),
+    "TINYLOOP_WEIGHTS": Variable("the artifact's", "what engines hold matrices in", _one_of(WEIGHTS)),
+    "TINYLOOP_CACHE_MODE": Variable(
+        "fp16", "caches of engine calls that name no mode; requests to a fleet do", _one_of(CACHE_MODES)
+    ),
+    "TINYLOOP_EARLY_EXIT": Variable("0 (off)", "exit_threshold of engine calls that name none", _threshold),
+    "TINYLOOP_SPECULATIVE": Variable(
+        "0", "1: engine calls speculate where they may; same tokens", _one_of(("0", "1"))
+    ),
     "TINYLOOP_BACKEND_PATH": Variable(
         "the package's own directory", "where libraries of other devices lie", _directory
     ),

@@ -27,7 +27,10 @@ class GenerateConfig:
 
     loops: core iterations per token, 0 = the artifact's default. temperature: 0 = greedy. top_k: 0 = off.
     seed: 0 .. 2**64-1; the draw for a position depends on (seed, position) alone. stop_sequences: token
-    sequences; generation ends after the first that the output ends in.
+    sequences; generation ends after the first that the output ends in. speculative: `generate` and
+    `generate_stream` speculate where the mode matrix allows it, with the same tokens. None of cache_mode,
+    exit_threshold, speculative: TINYLOOP_CACHE_MODE, TINYLOOP_EARLY_EXIT, TINYLOOP_SPECULATIVE, else "fp16",
+    0 (off), False; a bad value of one of these raises ConfigError.
     """
 
     def __init__(
@@ -43,12 +46,13 @@ class GenerateConfig:
         seed: int = 0,
         stop_sequences: Sequence[Sequence[int]] = (),
         grammar: GrammarLike | None = None,
-        cache_mode: str = "fp16",
+        cache_mode: str | None = None,
         cache_window: int = 0,
         beam_size: int = 1,
         length_penalty: float = 1.0,
-        exit_threshold: float = 0.0,
+        exit_threshold: float | None = None,
         ignore_eos: bool = False,
+        speculative: bool | None = None,
     ) -> None: ...
     @property
     def loops(self) -> int: ...
@@ -78,6 +82,8 @@ class GenerateConfig:
     def length_penalty(self) -> float: ...
     @property
     def exit_threshold(self) -> float: ...
+    @property
+    def speculative(self) -> bool: ...
     @property
     def ignore_eos(self) -> bool: ...
 
@@ -124,7 +130,7 @@ class PrefixPool:
     def __init__(self, capacity: int) -> None:
         """capacity: how many prefixes it holds. Raises ConfigError below 1."""
     def register_prefix(
-        self, model: Model, tokens: Sequence[int], n_loops: int = 0, cache_mode: str = "fp16"
+        self, model: Model, tokens: Sequence[int], n_loops: int = 0, cache_mode: str | None = None
     ) -> None:
         """Runs the tokens at n_loops (0 = default) and keeps their cache."""
     def close(self) -> None: ...
@@ -257,7 +263,11 @@ class Model:
         """The same over a small draft tree."""
 
     def create_prefix_cache(
-        self, tokens: Sequence[int], n_loops: int = 0, cache_mode: str = "fp16", exit_threshold: float = 0.0
+        self,
+        tokens: Sequence[int],
+        n_loops: int = 0,
+        cache_mode: str | None = None,
+        exit_threshold: float | None = None,
     ) -> PrefixCache: ...
     def generate_from_prefix_cache(
         self,
@@ -277,7 +287,7 @@ class Model:
         on_token: Callable[[int, int], bool | None] | None = None,
     ) -> Generation: ...
     def create_resume_handle(
-        self, prompt: Sequence[int], loops_used: int, cache_mode: str = "fp16", cache_window: int = 0
+        self, prompt: Sequence[int], loops_used: int, cache_mode: str | None = None, cache_window: int = 0
     ) -> ResumeHandle: ...
     def resume_generate(
         self,
@@ -290,12 +300,12 @@ class Model:
         Bit-equal to a cold run at `loops`; config.loops is not used."""
 
     def logits(
-        self, tokens: Sequence[int], loops: int = 0, cache_mode: str = "fp16", cache_window: int = 0
+        self, tokens: Sequence[int], loops: int = 0, cache_mode: str | None = None, cache_window: int = 0
     ) -> npt.NDArray[np.float32]:
         """(len(tokens), vocab_size) logits after each position."""
 
     def cache_bytes(
-        self, tokens: int, cache_mode: str = "fp16", loops: int = 0, cache_window: int = 0
+        self, tokens: int, cache_mode: str | None = None, loops: int = 0, cache_window: int = 0
     ) -> int:
         """Exactly what the cache of one lane of that many positions allocates."""
 

@@ -53,7 +53,9 @@ class SpeculationBench:
         if not candidates:
             raise ValueError("candidates: empty; expected at least one SpeculativeConfig")
         self._model = model
-        self._config = GenerateConfig(loops=loops, max_tokens=max_tokens, ignore_eos=True)
+        self._config = GenerateConfig(
+            loops=loops, max_tokens=max_tokens, ignore_eos=True, exit_threshold=0.0, speculative=False
+        )
         self._candidates = list(candidates)
         self._speedups: list[list[float]] = [[] for _ in candidates]
         self._drafted, self._accepted = [0] * len(candidates), [0] * len(candidates)

@@ -95,15 +95,16 @@ class PyModel {
         return generate_batch(model.get(), tokens, configs, callback);
     }
 
-    py::array_t<float> all_logits(const py::object& tokens_object, const py::int_& loops, const std::string& cache_mode,
+    py::array_t<float> all_logits(const py::object& tokens_object, const py::int_& loops, const CacheMode& cache_mode,
                                   const py::int_& cache_window) const {
         const std::shared_ptr<Model> model = get();
         const Tokens tokens = tokens_of("tokens", tokens_object);
         const int asked = narrow<int>("loops", loops), window = narrow<int>("cache_window", cache_window);
+        const std::string mode = name_of(cache_mode);
         std::vector<float> out;
         {
             py::gil_scoped_release released;
-            out = logits(model.get(), tokens.data(), tokens.size(), asked, cache_mode, window);
+            out = logits(model.get(), tokens.data(), tokens.size(), asked, mode, window);
         }
         return py::array_t<float>({tokens.size(), static_cast<size_t>(artifact(model.get()).config.vocab_size)},
                                   out.data());
@@ -136,13 +137,14 @@ using PyPool = PyHandle<PrefixPool, free_prefix_pool>;
 using PyResume = PyHandle<ResumeHandle, free_resume_handle>;
 
 PyPrefix make_prefix(const PyModel& owner, const py::object& tokens_object, const py::int_& n_loops,
-                     const std::string& cache_mode, double exit_threshold) {
+                     const CacheMode& cache_mode, const std::optional<double>& exit_threshold) {
     const std::shared_ptr<Model> model = owner.get();
     const Tokens tokens = tokens_of("tokens", tokens_object);
     const int loops = narrow<int>("n_loops", n_loops);
+    const std::string mode = name_of(cache_mode);
+    const double threshold = exit_threshold ? *exit_threshold : default_exit_threshold();
     py::gil_scoped_release released;
-    return PyPrefix(model,
-                    create_prefix_cache(model.get(), tokens.data(), tokens.size(), loops, cache_mode, exit_threshold));
+    return PyPrefix(model, create_prefix_cache(model.get(), tokens.data(), tokens.size(), loops, mode, threshold));
 }
 
 Generation from_prefix(const PyModel& owner, const PyPrefix& prefix, const py::object& suffix,
@@ -156,13 +158,14 @@ Generation from_prefix(const PyModel& owner, const PyPrefix& prefix, const py::o
 }
 
 void add_prefix(PyPool& pool, const PyModel& owner, const py::object& tokens_object, const py::int_& n_loops,
-                const std::string& cache_mode) {
+                const CacheMode& cache_mode) {
     const std::shared_ptr<Model> model = owner.get();
     const std::shared_ptr<PrefixPool> handle = pool.get();
     const Tokens tokens = tokens_of("tokens", tokens_object);
     const int loops = narrow<int>("n_loops", n_loops);
+    const std::string mode = name_of(cache_mode);
     py::gil_scoped_release released;
-    register_prefix(handle.get(), model.get(), tokens.data(), tokens.size(), loops, cache_mode);
+    register_prefix(handle.get(), model.get(), tokens.data(), tokens.size(), loops, mode);
     pool.keep(model);
 }
 
@@ -177,12 +180,13 @@ Generation with_pool(const PyModel& owner, const PyPool& pool, const py::object&
 }
 
 PyResume make_resume(const PyModel& owner, const py::object& prompt, const py::int_& loops_used_,
-                     const std::string& cache_mode, const py::int_& cache_window) {
+                     const CacheMode& cache_mode, const py::int_& cache_window) {
     const std::shared_ptr<Model> model = owner.get();
     const Tokens tokens = tokens_of("prompt", prompt);
     const int loops = narrow<int>("loops_used", loops_used_), window = narrow<int>("cache_window", cache_window);
+    const std::string mode = name_of(cache_mode);
     py::gil_scoped_release released;
-    return PyResume(model, create_resume_handle(model.get(), tokens.data(), tokens.size(), loops, cache_mode, window));
+    return PyResume(model, create_resume_handle(model.get(), tokens.data(), tokens.size(), loops, mode, window));
 }
 
 Generation resume(const PyModel& owner, const PyResume& resumed, const py::int_& loops, const GenerateConfig& config,
@@ -225,8 +229,9 @@ PYBIND11_MODULE(_core, m) {
     py::class_<GenerateConfig>(m, "GenerateConfig")
         .def(py::init(&make_config), py::kw_only(), "loops"_a = 0, "max_tokens"_a = 128, "temperature"_a = 0.0,
              "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0, "repetition_penalty"_a = 1.0, "seed"_a = 0,
-             "stop_sequences"_a = py::tuple(), "grammar"_a = py::none(), "cache_mode"_a = "fp16", "cache_window"_a = 0,
-             "beam_size"_a = 1, "length_penalty"_a = 1.0, "exit_threshold"_a = 0.0, "ignore_eos"_a = false)
+             "stop_sequences"_a = py::tuple(), "grammar"_a = py::none(), "cache_mode"_a = py::none(),
+             "cache_window"_a = 0, "beam_size"_a = 1, "length_penalty"_a = 1.0, "exit_threshold"_a = py::none(),
+             "ignore_eos"_a = false, "speculative"_a = py::none())
         .def_readonly("loops", &GenerateConfig::loops)
         .def_readonly("max_tokens", &GenerateConfig::max_tokens)
         .def_readonly("temperature", &GenerateConfig::temperature)
@@ -241,7 +246,8 @@ PYBIND11_MODULE(_core, m) {
         .def_readonly("beam_size", &GenerateConfig::beam_size)
         .def_readonly("length_penalty", &GenerateConfig::length_penalty)
         .def_readonly("exit_threshold", &GenerateConfig::exit_threshold)
-        .def_readonly("ignore_eos", &GenerateConfig::ignore_eos);
+        .def_readonly("ignore_eos", &GenerateConfig::ignore_eos)
+        .def_readonly("speculative", &GenerateConfig::speculative);
 
     py::class_<SpeculativeConfig>(m, "SpeculativeConfig")
         .def(py::init(&make_speculative), py::kw_only(), "draft_loops"_a = 2, "verify_loops"_a = 0, "draft_ahead"_a = 4,
@@ -318,22 +324,23 @@ PYBIND11_MODULE(_core, m) {
                const GenerateConfig& config,
                const py::object& on_token) { return self.speculative(prompt, speculative, config, on_token, true); },
             "prompt"_a, "speculative"_a, "config"_a, "on_token"_a = py::none())
-        .def("create_prefix_cache", &make_prefix, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = "fp16",
-             "exit_threshold"_a = 0.0)
+        .def("create_prefix_cache", &make_prefix, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = py::none(),
+             "exit_threshold"_a = py::none())
         .def("generate_from_prefix_cache", &from_prefix, "prefix"_a, "suffix"_a, "config"_a, "on_token"_a = py::none())
         .def("generate_with_pool", &with_pool, "pool"_a, "prompt"_a, "config"_a, "on_token"_a = py::none())
-        .def("create_resume_handle", &make_resume, "prompt"_a, "loops_used"_a, "cache_mode"_a = "fp16",
+        .def("create_resume_handle", &make_resume, "prompt"_a, "loops_used"_a, "cache_mode"_a = py::none(),
              "cache_window"_a = 0)
         .def("resume_generate", &resume, "handle"_a, "loops"_a, "config"_a, "on_token"_a = py::none())
-        .def("logits", &PyModel::all_logits, "tokens"_a, "loops"_a = 0, "cache_mode"_a = "fp16", "cache_window"_a = 0)
+        .def("logits", &PyModel::all_logits, "tokens"_a, "loops"_a = 0, "cache_mode"_a = py::none(),
+             "cache_window"_a = 0)
         .def(
             "cache_bytes",
-            [](const PyModel& self, const py::int_& tokens, const std::string& mode, const py::int_& loops,
+            [](const PyModel& self, const py::int_& tokens, const CacheMode& mode, const py::int_& loops,
                const py::int_& window) {
-                return cache_bytes(self.get().get(), narrow<int>("tokens", tokens), mode, narrow<int>("loops", loops),
-                                   narrow<int>("cache_window", window));
+                return cache_bytes(self.get().get(), narrow<int>("tokens", tokens), name_of(mode),
+                                   narrow<int>("loops", loops), narrow<int>("cache_window", window));
             },
-            "tokens"_a, "cache_mode"_a = "fp16", "loops"_a = 0, "cache_window"_a = 0)
+            "tokens"_a, "cache_mode"_a = py::none(), "loops"_a = 0, "cache_window"_a = 0)
         .def("close", &PyModel::close)
         .def_property_readonly("metadata",
                                [](const PyModel& self) { return metadata_dict(artifact(self.get().get())); })
@@ -354,7 +361,7 @@ PYBIND11_MODULE(_core, m) {
                  return std::make_unique<PyPool>(nullptr, create_prefix_pool(narrow<int>("capacity", capacity)));
              }),
              "capacity"_a)
-        .def("register_prefix", &add_prefix, "model"_a, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = "fp16")
+        .def("register_prefix", &add_prefix, "model"_a, "tokens"_a, "n_loops"_a = 0, "cache_mode"_a = py::none())
         .def("close", &PyPool::close)
         .def("__len__", [](const PyPool& self) { return pool_size(self.get().get()); })
         .def_property_readonly("bytes", [](const PyPool& self) { return handle_bytes(self.get().get()); });

@@ -45,6 +45,8 @@ void translate(std::exception_ptr pointer) {
     }
 }
 
+std::string name_of(const CacheMode& cache_mode) { return cache_mode ? *cache_mode : default_cache_mode(); }
+
 Tokens tokens_of(const std::string& field, const py::handle& sequence) {
     if (!py::isinstance<py::sequence>(sequence) || py::isinstance<py::str>(sequence))
         refuse(ErrorKind::config, field, py::repr(sequence), "a sequence of token ids");
@@ -116,9 +118,10 @@ Grammar grammar_of(const py::object& grammar) {
 
 GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, double temperature, const py::int_& top_k,
                            double top_p, double min_p, double repetition_penalty, const py::int_& seed,
-                           const py::object& stop_sequences, const py::object& grammar, const std::string& cache_mode,
+                           const py::object& stop_sequences, const py::object& grammar, const CacheMode& cache_mode,
                            const py::int_& cache_window, const py::int_& beam_size, double length_penalty,
-                           double exit_threshold, bool ignore_eos) {
+                           const std::optional<double>& exit_threshold, bool ignore_eos,
+                           const std::optional<bool>& speculative) {
     GenerateConfig c;
     c.loops = narrow<int>("loops", loops);
     c.max_tokens = narrow<int>("max_tokens", max_tokens);
@@ -130,12 +133,13 @@ GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, do
     c.seed = narrow<uint64_t>("seed", seed);
     c.stop_sequences = sequences_of("stop_sequences", stop_sequences);
     c.grammar = grammar_of(grammar);
-    c.cache_mode = cache_mode;
+    if (cache_mode) c.cache_mode = *cache_mode;
     c.cache_window = narrow<int>("cache_window", cache_window);
     c.beam_size = narrow<int>("beam_size", beam_size);
     c.length_penalty = length_penalty;
-    c.exit_threshold = exit_threshold;
+    if (exit_threshold) c.exit_threshold = *exit_threshold;
     c.ignore_eos = ignore_eos;
+    if (speculative) c.speculative = *speculative;
     return c;
 }
 

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <limits>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -14,6 +15,7 @@ namespace tinyloop {
 
 namespace py = pybind11;
 using Tokens = std::vector<int32_t>;
+using CacheMode = std::optional<std::string>;  // None: the default
 
 // Raises the class of native/errors.py for an Error.
 void translate(std::exception_ptr pointer);
@@ -31,13 +33,15 @@ T narrow(const char* field, const py::int_& value) {
     return out;
 }
 
+std::string name_of(const CacheMode& cache_mode);
 Tokens tokens_of(const std::string& field, const py::handle& sequence);
 std::vector<Tokens> sequences_of(const std::string& field, const py::handle& sequences);
 GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, double temperature, const py::int_& top_k,
                            double top_p, double min_p, double repetition_penalty, const py::int_& seed,
-                           const py::object& stop_sequences, const py::object& grammar, const std::string& cache_mode,
+                           const py::object& stop_sequences, const py::object& grammar, const CacheMode& cache_mode,
                            const py::int_& cache_window, const py::int_& beam_size, double length_penalty,
-                           double exit_threshold, bool ignore_eos);
+                           const std::optional<double>& exit_threshold, bool ignore_eos,
+                           const std::optional<bool>& speculative);
 SpeculativeConfig make_speculative(const py::int_& draft_loops, const py::int_& verify_loops,
                                    const py::int_& draft_ahead, double draft_margin, const py::int_& branches);
 

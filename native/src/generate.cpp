@@ -32,10 +32,16 @@ void check_batch(const std::vector<std::vector<int32_t>>& prompts, const std::ve
     }
 }
 
+bool speculates(const Model& model, const GenerateConfig& config) {
+    const int loops = config.loops ? config.loops : model.config().loops;
+    return config.speculative && loops >= SpeculativeConfig{}.draft_loops && modes_allow(config, kSpeculative);
+}
+
 }  // namespace
 
 Generation generate_stream(Model* model, const int32_t* prompt, size_t prompt_len, const GenerateConfig& config,
                            const TokenCallback& on_token) {
+    if (speculates(*model, config)) return generate_speculative(model, prompt, prompt_len, {}, config, on_token);
     const std::vector<int32_t> tokens(prompt, prompt + prompt_len);
     const Call call(*model);
     guard([&] { check_request(*model, tokens, config, kSingle); });

@@ -31,16 +31,32 @@ void check_mode(const std::string& row, const char* column, const std::string& f
         refuse(ErrorKind::mode, field, value, "no " + row + " here: " + row + " and " + column + " exclude each other");
 }
 
+// A row of the matrix that a request uses, with the field and the value that do.
+struct Use {
+    std::string row, field, value;
+};
+
+std::vector<Use> uses_of(const GenerateConfig& c) {
+    std::vector<Use> uses;
+    if (c.cache_window > 0) uses.push_back({"cache_window", "cache_window", std::to_string(c.cache_window)});
+    if (c.beam_size > 1) uses.push_back({"beam", "beam_size", std::to_string(c.beam_size)});
+    if (c.grammar) uses.push_back({"grammar", "grammar", "a grammar"});
+    if (c.exit_threshold > 0) uses.push_back({"exit_threshold", "exit_threshold", std::to_string(c.exit_threshold)});
+    uses.push_back({c.cache_mode, "cache_mode", c.cache_mode});
+    return uses;
+}
+
 void check_modes(const GenerateConfig& c, const char* column) {
-    if (c.cache_window > 0) check_mode("cache_window", column, "cache_window", std::to_string(c.cache_window));
-    if (c.beam_size > 1) check_mode("beam", column, "beam_size", std::to_string(c.beam_size));
-    if (c.grammar) check_mode("grammar", column, "grammar", "a grammar");
-    if (c.exit_threshold > 0) check_mode("exit_threshold", column, "exit_threshold", std::to_string(c.exit_threshold));
     if (cache_mode_of(c.cache_mode) < 0) refuse(ErrorKind::config, "cache_mode", c.cache_mode, cache_mode_names());
-    check_mode(c.cache_mode, column, "cache_mode", c.cache_mode);
+    for (const Use& use : uses_of(c)) check_mode(use.row, column, use.field, use.value);
 }
 
 }  // namespace
+
+bool modes_allow(const GenerateConfig& config, const char* column) {
+    const std::vector<Use> uses = uses_of(config);
+    return std::all_of(uses.begin(), uses.end(), [&](const Use& use) { return mode_supported(use.row, column); });
+}
 
 void check_request(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& c, const char* column,
                    const std::string& prompt_field) {

@@ -24,6 +24,8 @@ void check_tokens(const Model& model, const std::vector<int32_t>& tokens, const 
 // Everything that one request's fields must satisfy when it is generated in the way of `column` (modes.h).
 void check_request(const Model& model, const std::vector<int32_t>& prompt, const GenerateConfig& config,
                    const char* column, const std::string& prompt_field = "prompt");
+// Whether the matrix lets what the request uses be combined with `column`.
+bool modes_allow(const GenerateConfig& config, const char* column);
 
 class Lane {
   public:

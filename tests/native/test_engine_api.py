@@ -270,3 +270,53 @@ def test_errors_survive_a_process_boundary() -> None:
     error = LimitError("no", field="loops", value="9", accepted="1 to 8")
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), copy.field, copy.accepted, str(copy)) == (LimitError, "loops", "1 to 8", "no")
+
+
+# ------------------------------------------------------------------ defaults from the environment
+
+
+def test_the_environment_sets_defaults_and_a_given_field_wins(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = model.generate(PROMPT, GenerateConfig(max_tokens=8, loops=3))
+    monkeypatch.setenv("TINYLOOP_CACHE_MODE", "int8")
+    monkeypatch.setenv("TINYLOOP_EARLY_EXIT", "0.25")
+    config = GenerateConfig(max_tokens=8)
+    assert (config.cache_mode, config.exit_threshold) == ("int8", 0.25)
+    prefix = model.create_prefix_cache(PROMPT)
+    assert model.generate_from_prefix_cache(prefix, [5], config).tokens, "made of the same defaults"
+    assert model.cache_bytes(16) == model.cache_bytes(16, "int8")
+    prefix.close()
+    given = GenerateConfig(cache_mode="fp16", exit_threshold=0.0, max_tokens=8, loops=3)
+    assert model.generate(PROMPT, given).tokens == plain.tokens
+
+
+def test_speculation_by_default_gives_the_same_tokens_where_it_may(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = model.generate(PROMPT, GenerateConfig(max_tokens=12, loops=4))
+    beams = model.generate(PROMPT, GenerateConfig(max_tokens=4, beam_size=2))
+    assert plain.stats.drafted == 0
+    monkeypatch.setenv("TINYLOOP_SPECULATIVE", "1")
+    faster = model.generate(PROMPT, GenerateConfig(max_tokens=12, loops=4))
+    assert faster.tokens == plain.tokens and faster.stats.drafted > 0
+    streamed: list[int] = []
+    model.generate_stream(PROMPT, GenerateConfig(max_tokens=12, loops=4), lambda t, _: streamed.append(t))
+    assert streamed == plain.tokens
+    assert model.generate(PROMPT, GenerateConfig(max_tokens=4, beam_size=2)).tokens == beams.tokens, "may not"
+    assert model.generate(PROMPT, GenerateConfig(max_tokens=4, loops=1)).stats.drafted == 0, (
+        "nothing to draft"
+    )
+    off = GenerateConfig(max_tokens=12, loops=4, speculative=False)
+    assert model.generate(PROMPT, off).stats.drafted == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TINYLOOP_CACHE_MODE", "fp8"), ("TINYLOOP_EARLY_EXIT", "much"), ("TINYLOOP_SPECULATIVE", "yes")],
+)
+def test_a_bad_default_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        GenerateConfig()
+    assert (caught.value.field, caught.value.value) == (name, value)

@@ -79,6 +79,12 @@ struct Grammar {
     explicit operator bool() const { return static_cast<bool>(start); }
 };
 
+// What a field of a request is when it is not given: TINYLOOP_CACHE_MODE, else "fp16"; TINYLOOP_EARLY_EXIT, else 0;
+// TINYLOOP_SPECULATIVE (0 or 1), else false. They throw ErrorKind::config, naming the variable.
+std::string default_cache_mode();
+double default_exit_threshold();
+bool default_speculative();
+
 struct GenerateConfig {
     int loops = 0;  // core iterations per token; 0 = the artifact's default
     int max_tokens = 128;
@@ -90,11 +96,14 @@ struct GenerateConfig {
     uint64_t seed = 0;
     std::vector<std::vector<int32_t>> stop_sequences;
     Grammar grammar;
-    std::string cache_mode = "fp16";  // "fp16", "int8", or the stored inputs "h_fp16", "h_int8", "int4"
-    int cache_window = 0;             // positions; 0 = all
+    // "fp16", "int8", or the stored inputs "h_fp16", "h_int8", "int4"
+    std::string cache_mode = default_cache_mode();
+    int cache_window = 0;  // positions; 0 = all
     int beam_size = 1;
-    double length_penalty = 1;  // beams rank by log-probability / length^length_penalty
-    double exit_threshold = 0;  // 0 = every loop runs; see tl_row
+    double length_penalty = 1;                         // beams rank by log-probability / length^length_penalty
+    double exit_threshold = default_exit_threshold();  // 0 = every loop runs; see tl_row
+    // generate and generate_stream decode with self-speculation where the mode matrix allows it: the same tokens.
+    bool speculative = default_speculative();
     bool ignore_eos = false;
 };
 
@@ -175,7 +184,8 @@ std::vector<Generation> generate_batch(Model* model, const std::vector<std::vect
 // The cache of a prompt's first tokens at n_loops.
 class PrefixCache;
 PrefixCache* create_prefix_cache(Model* model, const int32_t* tokens, size_t count, int n_loops,
-                                 const std::string& cache_mode = "fp16", double exit_threshold = 0);
+                                 const std::string& cache_mode = default_cache_mode(),
+                                 double exit_threshold = default_exit_threshold());
 void free_prefix_cache(PrefixCache* prefix);
 uint64_t handle_bytes(const PrefixCache* prefix);
 const std::vector<int32_t>& prefix_tokens(const PrefixCache* prefix);
@@ -190,7 +200,7 @@ class PrefixPool;
 PrefixPool* create_prefix_pool(int capacity);
 void free_prefix_pool(PrefixPool* pool);
 void register_prefix(PrefixPool* pool, Model* model, const int32_t* tokens, size_t count, int n_loops,
-                     const std::string& cache_mode = "fp16");
+                     const std::string& cache_mode = default_cache_mode());
 int pool_size(const PrefixPool* pool);
 uint64_t handle_bytes(const PrefixPool* pool);
 // Without a match it is generate_stream.
@@ -200,7 +210,7 @@ Generation generate_with_pool(Model* model, PrefixPool* pool, const int32_t* pro
 // A prompt run at loops_used, its states kept: generating at any loops >= loops_used skips those iterations of it.
 class ResumeHandle;
 ResumeHandle* create_resume_handle(Model* model, const int32_t* prompt, size_t prompt_len, int loops_used,
-                                   const std::string& cache_mode = "fp16", int cache_window = 0);
+                                   const std::string& cache_mode = default_cache_mode(), int cache_window = 0);
 void free_resume_handle(ResumeHandle* handle);
 uint64_t handle_bytes(const ResumeHandle* handle);
 int loops_used(const ResumeHandle* handle);
@@ -218,7 +228,7 @@ Generation generate_tree_speculative(Model* model, const int32_t* prompt, size_t
 
 // (prompt_len, vocab_size) logits of every position; for tests and scoring.
 std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len, int loops,
-                          const std::string& cache_mode = "fp16", int cache_window = 0);
+                          const std::string& cache_mode = default_cache_mode(), int cache_window = 0);
 
 // SIMD levels that this machine can run, best first; "portable" is always there.
 std::vector<std::string> simd_levels();
