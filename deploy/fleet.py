@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from tinyloop_serve.deploy import endpoints
+from tinyloop_serve.deploy import endpoints, processors
 from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, WATCHDOG_S, Child
 from tinyloop_serve.deploy.local import Papers
 from tinyloop_serve.deploy.placement import placed
@@ -50,13 +50,15 @@ class Plan:
     threads: int = 0  # per replica; 0 = the cores divided among them
     max_seq_len: int = 0  # 0 = the model's
     weights: str = "auto"  # what the replicas hold matrices in
+    affinity: str = "none"  # processors that replicas divide: "auto" (ours), "none" or a list
     log: str = ""  # file for the dispatcher's journal, a JSON line per request; "" = nowhere
     config: str = ""  # TOML file for the dispatcher; "" = its defaults
     replica_flags: tuple[str, ...] = ()  # more flags for every replica
     devices: tuple[str, ...] = ()  # of the replicas, in turn; () = as replica_flags say
 
     def threads_each(self) -> int:
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.replicas)
+        cpus = processors.named_cpus(self.affinity) or sorted(os.sched_getaffinity(0))
+        return self.threads or max(1, len(cpus) // self.replicas)
 
 
 def replica_flags(path: str) -> tuple[str, ...]:
@@ -73,7 +75,9 @@ def replica_flags(path: str) -> tuple[str, ...]:
 def replica_options(plan: Plan, n: int) -> list[str]:
     """The flags of replica `n` that say what it does, and where."""
     options = ["--model", plan.model, "--threads", str(plan.threads_each())]
-    options += ["--max-seq-len", str(plan.max_seq_len), "--weights", plan.weights, *plan.replica_flags]
+    options += ["--max-seq-len", str(plan.max_seq_len), "--weights", plan.weights]
+    options += ["--affinity", processors.divide(plan.affinity, plan.replicas, plan.threads_each())[n]]
+    options += plan.replica_flags
     return options + (placed(plan.replicas, plan.devices)[n].flags if plan.devices else [])
 
 

@@ -206,6 +206,7 @@ class Model:
         prefill_chunk: int = 256,
         device: str = "cpu",
         weights: str = "auto",
+        affinity: str = "none",
     ) -> None:
         """Maps, validates and packs the artifact.
 
@@ -214,7 +215,10 @@ class Model:
         memory and speed, never bits. device: "cpu", or a plug-in's: "cuda" (its first device), "cuda:1"; see
         devices(). weights: what matrices are held in, "fp16", "bf16", "int8" or "int4" (embedding and head:
         int8); "auto" = TINYLOOP_WEIGHTS, else as the artifact has them. It changes tokens, always in the same
-        way. Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
+        way. affinity: the processors of the engine's own threads: "none"; "auto", one of this process's for
+        each thread if there are enough; or a list such as "0,2-5", which also sets the default of threads.
+        The calling thread is never moved: it counts as the first thread, whose processor is left to it.
+        Raises ArtifactError, ConfigError, LimitError, BackendUnavailable, OutOfMemoryError.
         """
 
     def generate(self, prompt: Sequence[int], config: GenerateConfig) -> Generation:
@@ -323,6 +327,9 @@ class Model:
     def max_seq_len(self) -> int: ...
     @property
     def threads(self) -> int: ...
+    @property
+    def cpus(self) -> list[int]:
+        """The processor of each thread, the calling one's first; empty without an affinity."""
     @property
     def device(self) -> str:
         """Device and level, such as "cpu/avx2" or "cuda:0/sm_90"."""

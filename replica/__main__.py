@@ -51,7 +51,10 @@ def main(arguments: list[str]) -> int:
             threads=config.threads,
             device=config.device,
             weights=config.weights,
+            affinity=config.affinity,
         )
+        if model.cpus:  # the message loop too keeps off other replicas' processors
+            os.sched_setaffinity(0, model.cpus)
         shape = model.config
         allowed = budget.of(model, config, shape.get("max_loops", shape["loops"]))
         vocabulary = _vocabulary(config, model)

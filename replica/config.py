@@ -40,6 +40,7 @@ class Config:
     parent: int = 0  # process id of the supervisor we die with; 0 = none
     device_share: int = 1  # so many replicas share the device's own memory
     weights: str = "auto"  # of the engine; "auto" = TINYLOOP_WEIGHTS, else as the artifact has them
+    affinity: str = "none"  # processors of this process: "none", "auto" (one per thread) or a list like 0,2-5
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -119,6 +120,9 @@ def parse(arguments: Sequence[str]) -> Config:
     )
     parser.add_argument(
         "--weights", default="auto", metavar="W", help="fp16, bf16, int8, int4; default: the model's"
+    )
+    parser.add_argument(
+        "--affinity", default="none", metavar="CPUS", help="none (default), auto, or a list such as 0,2-5"
     )
     parser.add_argument(
         "--drain-s", type=_seconds, default=2.0, metavar="S", help="for the run in progress at SIGTERM"

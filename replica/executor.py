@@ -9,6 +9,7 @@ no other, is `idle`. This file must not know sockets.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import sys
 import threading
@@ -120,6 +121,8 @@ class Executor:
     # ------------------------------------------------------------------ the thread
 
     def _work(self) -> None:
+        if cpus := self._engine.cpus:
+            os.sched_setaffinity(0, cpus[:1])  # of this thread: the engine leaves the first to its caller
         while (work := self._next()) is not None:
             if isinstance(work, Job):
                 parts = self._carry_out(work)

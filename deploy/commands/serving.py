@@ -38,6 +38,13 @@ def add(commands: Subcommands) -> None:
     )
     up.add_argument("--max-seq-len", type=positive, default=0, metavar="N", help="default: the model's")
     up.add_argument(
+        "--affinity",
+        type=_affinity,
+        default="none",
+        metavar="CPUS",
+        help="for replicas to divide: none (default: they share), auto (all of ours), or a list: 0,2-5",
+    )
+    up.add_argument(
         "--weights",
         choices=("auto", "fp16", "bf16", "int8", "int4"),
         default="auto",
@@ -79,6 +86,16 @@ def add(commands: Subcommands) -> None:
     reload.set_defaults(run=_reload)
 
 
+def _affinity(text: str) -> str:
+    from tinyloop_serve.deploy import processors
+
+    try:
+        processors.named_cpus(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _up(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy import placement
     from tinyloop_serve.deploy.fleet import Fleet, Plan, replica_count, replica_flags
@@ -109,6 +126,7 @@ def _up(flags: argparse.Namespace) -> int:
         threads=flags.threads,
         max_seq_len=flags.max_seq_len,
         weights=flags.weights,
+        affinity=flags.affinity,
         log=flags.log,
         config=config,
         replica_flags=replica_flags(config) if config else (),

@@ -89,9 +89,11 @@ def _engine() -> Iterator[Finding]:
         yield fault("engine", f"does not load: {error}", remedy)
         return
     levels = native.simd_levels()
+    # Everything is said that the environment could say: a bad variable has a finding of its own.
+    asked = {"cache_mode": "fp16", "exit_threshold": 0.0, "speculative": False}
     try:
-        with native.Model(native.demo_model_path(), threads=1) as model:
-            model.generate([1, 2, 3], native.GenerateConfig(loops=1, max_tokens=2, ignore_eos=True))
+        with native.Model(native.demo_model_path(), threads=1, weights="fp16") as model:
+            model.generate([1, 2, 3], native.GenerateConfig(loops=1, max_tokens=2, ignore_eos=True, **asked))
     except (native.TinyLoopError, OSError) as error:
         yield fault("engine", f"does not run the demo model: {error}", f"reinstall {DISTRIBUTION}")
         return

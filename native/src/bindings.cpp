@@ -297,13 +297,13 @@ PYBIND11_MODULE(_core, m) {
     py::class_<PyModel>(m, "Model")
         .def(py::init([](const py::object& path, const py::int_& max_seq_len, const py::int_& threads,
                          const std::string& simd, const py::int_& prefill_chunk, const std::string& device,
-                         const std::string& weights) {
+                         const std::string& weights, const std::string& affinity) {
                  return std::make_unique<PyModel>(
                      path, LoadOptions{narrow<int>("max_seq_len", max_seq_len), narrow<int>("threads", threads), simd,
-                                       narrow<int>("prefill_chunk", prefill_chunk), device, weights});
+                                       narrow<int>("prefill_chunk", prefill_chunk), device, weights, affinity});
              }),
              "path"_a, py::kw_only(), "max_seq_len"_a = 0, "threads"_a = 0, "simd"_a = "auto", "prefill_chunk"_a = 256,
-             "device"_a = "cpu", "weights"_a = "auto")
+             "device"_a = "cpu", "weights"_a = "auto", "affinity"_a = "none")
         .def(
             "generate",
             [](const PyModel& self, const py::object& prompt, const GenerateConfig& config) {
@@ -349,6 +349,7 @@ PYBIND11_MODULE(_core, m) {
         .def_property_readonly("parameters", [](const PyModel& self) { return artifact(self.get().get()).parameters; })
         .def_property_readonly("max_seq_len", [](const PyModel& self) { return max_seq_len(self.get().get()); })
         .def_property_readonly("threads", [](const PyModel& self) { return threads(self.get().get()); })
+        .def_property_readonly("cpus", [](const PyModel& self) { return cpus(self.get().get()); })
         .def_property_readonly("device", [](const PyModel& self) { return device_level(self.get().get()); })
         .def_property_readonly("device_free_bytes",
                                [](const PyModel& self) { return device_free_bytes(self.get().get()); })

@@ -24,6 +24,7 @@ std::string device_level(const Model* model) {
 }
 std::string weight_format(const Model* model) { return model->options().weights; }
 int threads(const Model* model) { return model->options().threads; }
+const std::vector<int>& cpus(const Model* model) { return model->cpus(); }
 uint64_t step_counter(const Model* model) { return model->backend().steps(model->handle()); }
 int64_t device_free_bytes(const Model* model) { return model->backend().free_bytes(model->handle()); }
 uint64_t weight_bytes(const Model* model) { return model->backend().model_bytes(model->handle()); }

@@ -1,30 +1,25 @@
 #include "model.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 
+#include "affinity.h"
 #include "cpu/kernels.h"
 #include "weight_formats.h"
 
 namespace tinyloop {
 namespace {
 
-int usable_cores() {
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    return std::max(1u, std::thread::hardware_concurrency());
-}
-
-int threads_of(int asked) {
+int threads_of(int asked, const std::string& affinity) {
     if (asked < 0 || asked > 1024) refuse(ErrorKind::config, "threads", std::to_string(asked), "0 (all cores) to 1024");
     if (asked > 0) return asked;
     const char* variable = std::getenv("TINYLOOP_THREADS");
-    if (!variable || !*variable) return usable_cores();
+    if (!variable || !*variable) {
+        const std::vector<int> named = affinity_cpus(affinity);
+        return static_cast<int>((named.empty() ? allowed_cpus() : named).size());
+    }
     int value = 0;
     const char* end = variable + std::strlen(variable);
     const auto parsed = std::from_chars(variable, end, value);
@@ -38,7 +33,7 @@ LoadOptions resolve(LoadOptions options, const ModelConfig& config) {
         refuse(ErrorKind::limit, "max_seq_len", std::to_string(options.max_seq_len),
                "0 (the artifact's) to " + std::to_string(config.max_seq_len));
     if (options.max_seq_len == 0) options.max_seq_len = config.max_seq_len;
-    options.threads = threads_of(options.threads);
+    options.threads = threads_of(options.threads, options.affinity);
     if (options.prefill_chunk < 1 || options.prefill_chunk > 1 << 16)
         refuse(ErrorKind::config, "prefill_chunk", std::to_string(options.prefill_chunk), "1 to 65536 rows");
     const std::vector<std::string> levels = simd_levels();
@@ -51,7 +46,8 @@ LoadOptions resolve(LoadOptions options, const ModelConfig& config) {
 }
 
 std::unique_ptr<tl_model, void (*)(tl_model*)> create(const Device& device, const Artifact& artifact,
-                                                      const LoadOptions& options, int weights) {
+                                                      const LoadOptions& options, int weights,
+                                                      const std::vector<int>& cpus) {
     const ModelConfig& c = artifact.info().config;
     std::vector<tl_layer> layers;
     const std::pair<const char*, int> parts[] = {{"prelude", c.n_prelude}, {"core", c.n_core}, {"coda", c.n_coda}};
@@ -98,6 +94,7 @@ std::unique_ptr<tl_model, void (*)(tl_model*)> create(const Device& device, cons
     backend_options.simd = options.simd.c_str();
     backend_options.device = device.ordinal;
     backend_options.weights = weights;
+    backend_options.cpus = cpus.empty() ? nullptr : cpus.data();
     tl_model* model = nullptr;
     tl_status status{};
     const int result = device.backend->model_create(&desc, &backend_options, &model, &status);
@@ -154,7 +151,8 @@ Model::Model(const std::string& path, const LoadOptions& options)
     const int weights = parse_weight_format(options.weights, info_);
     options_.weights = weight_format_name(weights, info_);
     weights_in_place_ = file.panel_memory(weights);
-    handle_ = create(device_, file, options_, weights);
+    cpus_ = cpu_per_thread(options_.affinity, options_.threads);
+    handle_ = create(device_, file, options_, weights, cpus_);
 }
 
 Cache Model::make_cache(int positions, int loops, int mode, int window) const {

@@ -50,6 +50,7 @@ class Model {
     const ArtifactInfo& info() const { return info_; }
     const ModelConfig& config() const { return info_.config; }
     const LoadOptions& options() const { return options_; }  // with every default resolved
+    const std::vector<int>& cpus() const { return cpus_; }   // (threads) of the affinity; empty: none
     const Device& device() const { return device_; }
     const tl_backend& backend() const { return *device_.backend; }
     tl_model* handle() const { return handle_.get(); }
@@ -70,6 +71,7 @@ class Model {
 
     ArtifactInfo info_;
     LoadOptions options_;
+    std::vector<int> cpus_;
     Device device_;
     std::shared_ptr<const MappedFile> weights_in_place_;  // outlives handle_; null when the backend copied all
     std::unique_ptr<tl_model, void (*)(tl_model*)> handle_;

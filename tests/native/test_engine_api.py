@@ -1,6 +1,7 @@
 """What a caller meets: typed refusals that name the field, callbacks, statistics, threads, closing."""
 
 import json
+import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -229,6 +230,27 @@ def test_weights_are_chosen_by_name_or_by_the_environment(
     monkeypatch.setenv("TINYLOOP_WEIGHTS", "int5")
     with pytest.raises(ConfigError, match="TINYLOOP_WEIGHTS"):
         Model(path)
+
+
+def test_affinity_pins_the_team_and_not_its_caller(path: Path) -> None:
+    ours = os.sched_getaffinity(0)
+    last = max(ours)
+    before = set(os.listdir("/proc/self/task"))
+    with Model(path, affinity=str(last)) as model:
+        assert model.cpus == [last] and model.threads == 1
+    with Model(path, threads=2, affinity="auto") as model:
+        team = {int(task) for task in set(os.listdir("/proc/self/task")) - before}
+        assert model.cpus == (sorted(ours)[:2] if len(ours) > 1 else [])
+        assert {frozenset(os.sched_getaffinity(task)) for task in team} == {frozenset(model.cpus[1:] or ours)}
+        model.generate([1, 2], GenerateConfig(max_tokens=1))
+        assert os.sched_getaffinity(0) == ours
+    with Model(path, threads=len(ours) + 1, affinity="auto") as model:
+        assert model.cpus == []
+    for wrong in ("", "some", "1000000", f"{last},{last}"):
+        with pytest.raises(ConfigError, match="affinity"):
+            Model(path, affinity=wrong)
+    with pytest.raises(ConfigError, match="each of 2 threads"):
+        Model(path, threads=2, affinity=str(last))
 
 
 def test_inspect_tells_what_the_file_holds(path: Path, model: Model) -> None:

@@ -59,6 +59,7 @@ class ScriptedEngine:
         self.script = script
         self.config: dict[str, Any] = {"eos_ids": [EOS]}
         self.step_counter = 0
+        self.cpus: list[int] = []
         self.calls: list[str] = []
         self.before_step: Callable[[int], None] = lambda step: None
         self.refuse: dict[int, Exception] = {}  # by the lane's first prompt token, before any work

@@ -3,6 +3,7 @@ its parent."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def test_flags_become_the_configuration() -> None:
         "--model m --endpoint tcp://127.0.0.1:5000 --name a --threads 3 --max-seq-len 64 --device cpu"
         " --drain-s 0.5 --die-with-parent 12 --memory-mib 100 --max-handles 2 --speculation off"
         " --calibration-prompts p.txt --speculation-threshold 1.5 --stall-s 9 --device-share 3"
-        " --scaffold a.txt --scaffold b.txt@4 --weights int8".split()
+        " --scaffold a.txt --scaffold b.txt@4 --weights int8 --affinity 1-3".split()
     )
     assert given == Config(
         model="m",
@@ -113,6 +114,7 @@ def test_flags_become_the_configuration() -> None:
         parent=12,
         device_share=3,
         weights="int8",
+        affinity="1-3",
     )
 
 
@@ -138,7 +140,7 @@ def test_a_wrong_flag_is_named(flags: str, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["missing", "directory", "garbage", "tokenizer", "flag", "device", "weights"]
+    "fault", ["missing", "directory", "garbage", "tokenizer", "flag", "device", "weights", "affinity"]
 )
 def test_configuration_faults_exit_78_with_a_line_that_says_what(
     fault: str, model: Path, tmp_path: Path
@@ -159,11 +161,19 @@ def test_configuration_faults_exit_78_with_a_line_that_says_what(
         flags["--device"] = "abacus"
     elif fault == "weights":
         flags["--weights"] = "int3"
+    elif fault == "affinity":
+        flags["--affinity"] = "1000000"
     status, errors = Started(*(part for flag in flags.items() for part in flag)).end()
     assert status == EXIT_CONFIG
     line = errors.splitlines()[-1]
     assert line.startswith("tinyloop-replica: ") and "Traceback" not in errors
-    shown = {"tokenizer": "tokenizer", "flag": "--threads", "device": "abacus", "weights": "int3"}
+    shown = {
+        "tokenizer": "tokenizer",
+        "flag": "--threads",
+        "device": "abacus",
+        "weights": "int3",
+        "affinity": "affinity: 1000000",
+    }
     assert shown.get(fault, flags["--model"]) in line
 
 
@@ -176,6 +186,22 @@ def test_it_says_ready_and_stops_at_a_signal(started: Started) -> None:
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == (0, "")
     assert not socket.exists()
+
+
+def test_a_replica_keeps_to_its_processors(model: Path, tmp_path: Path) -> None:
+    ours = os.sched_getaffinity(0)
+    cpus = sorted(ours)[-2:]
+    flags = ("--model", str(model), "--endpoint", f"ipc://{tmp_path}/r.sock")
+    replica = Started(*flags, "--affinity", ",".join(map(str, cpus)))
+    replica.ready()
+    own = f"/proc/{replica.process.pid}/task"
+    masks: list[set[int]] = []
+    while sorted(map(len, masks)).count(1) < len(cpus):  # the decoding thread and the engine's, one each
+        masks = [os.sched_getaffinity(int(task)) for task in os.listdir(own)]
+    assert all(mask <= set(cpus) for mask in masks) and os.sched_getaffinity(0) == ours
+    assert {frozenset(mask) for mask in masks if len(mask) == 1} == {frozenset([cpu]) for cpu in cpus}
+    replica.process.send_signal(signal.SIGTERM)
+    assert replica.end() == (0, "")
 
 
 def test_an_endpoint_in_use_is_not_stolen(started: Started, model: Path) -> None:

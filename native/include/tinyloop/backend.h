@@ -83,12 +83,13 @@ typedef struct tl_model_desc {
 } tl_model_desc;
 
 typedef struct tl_options {
-    int32_t threads;  /* >= 1 */
-    int32_t max_rows; /* the most rows of one forward call */
-    const char* simd; /* CPU: "auto" or a level's name */
-    int32_t device;   /* which of the backend's devices, from 0 */
-    int32_t weights;  /* what matrices are held in: a tl_dtype but TL_F32, or TL_AS_STORED, as the tensors are. With
-                         TL_INT4 the embedding and the head are TL_INT8. */
+    int32_t threads;     /* >= 1 */
+    int32_t max_rows;    /* the most rows of one forward call */
+    const char* simd;    /* CPU: "auto" or a level's name */
+    int32_t device;      /* which of the backend's devices, from 0 */
+    int32_t weights;     /* what matrices are held in: a tl_dtype but TL_F32, or TL_AS_STORED, as the tensors are. With
+                            TL_INT4 the embedding and the head are TL_INT8. */
+    const int32_t* cpus; /* CPU: (threads) processor of each thread but the first, the caller's; NULL = any */
 } tl_options;
 
 typedef struct tl_device_info {

@@ -60,6 +60,10 @@ struct LoadOptions {
     // What matrices are held in: "fp16", "bf16", "int8" or "int4" (embedding and head: int8); "auto" =
     // TINYLOOP_WEIGHTS, else as the artifact has them. Part of what determines the tokens, as the artifact is.
     std::string weights = "auto";
+    // The processors of the engine's own threads: "none"; "auto", one of this process's for each thread if there are
+    // enough; or a list such as "0,2-5", which also sets the default of `threads`. The calling thread is never moved:
+    // it counts as the first, and that processor is left to it.
+    std::string affinity = "none";
 };
 
 // What a lane may say next. One state per lane and call; the core applies the mask on the host.
@@ -158,10 +162,11 @@ const ArtifactInfo& artifact(const Model* model);
 int max_seq_len(const Model* model);
 std::string device_level(const Model* model);  // "cpu/avx2", "cuda:0/sm_90"
 int threads(const Model* model);
-std::string weight_format(const Model* model);  // "fp16", "int8", ...; "mixed" when the artifact's matrices differ
-uint64_t step_counter(const Model* model);      // grows while the core works
-uint64_t weight_bytes(const Model* model);      // memory held by weights and work space
-int64_t device_free_bytes(const Model* model);  // that the device has left; -1: it computes in the host's memory
+std::string weight_format(const Model* model);     // "fp16", "int8", ...; "mixed" when the artifact's matrices differ
+uint64_t step_counter(const Model* model);         // grows while the core works
+uint64_t weight_bytes(const Model* model);         // memory held by weights and work space
+int64_t device_free_bytes(const Model* model);     // that the device has left; -1: it computes in the host's memory
+const std::vector<int>& cpus(const Model* model);  // (threads) of an affinity, the caller's first; empty: none
 // Bytes that `tokens` positions take at `loops` (0 = default), with a window (0 = none).
 uint64_t cache_bytes(const Model* model, int tokens, const std::string& cache_mode, int loops, int cache_window = 0);
 

@@ -41,7 +41,7 @@ class StandardFloatMode {
 tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
     : desc(d),
       kernels(level_of(options.simd)),
-      pool_(options.threads),
+      pool_(options.threads, options.cpus),
       weights_(d, options.weights, *kernels, pool_),
       max_rows_(options.max_rows),
       ldx_(pad16(d.d_model)),
