@@ -5,7 +5,7 @@
                 75   another dispatcher serves the endpoint
                 78   the configuration is wrong: restarting does not help
 
-READY is one line on standard output: `READY endpoint=ipc:///... http=127.0.0.1:9090`. Logs are JSON lines on
+READY is one line on standard output: `READY endpoint=ipc:///... http=127.0.0.1:9190`. Logs are JSON lines on
 standard error.
 """
 

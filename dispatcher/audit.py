@@ -15,6 +15,9 @@ def check(core: Core, now: float) -> None:
     for book in (core.requests, core.admission, core.replicas, core.handles):
         book.check()
     live = core.requests.live()
+    ended, given = core.metrics.requests.total(), core.metrics.tokens_of.total()
+    assert ended == core.requests.finished + core.requests.failed, "each that ended is counted once"
+    assert core.metrics.tokens == given + sum(each.delivered for each in live), "each token is counted once"
     waiting = sorted(request.key for request in live if request.state is State.WAITING)
     queued = sorted(request.key for bucket in core.buckets for request in bucket)
     assert queued == waiting, "every waiting request is in one bucket, once"

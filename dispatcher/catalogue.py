@@ -252,6 +252,12 @@ _REPLICAS = (
         REPLICA,
     ),
     counter(
+        "tinyloop_replica_tokens_total",
+        "tokens of the replica that were sent on",
+        each(lambda replica: replica.tokens),
+        REPLICA,
+    ),
+    counter(
         "tinyloop_replica_steps_total",
         "steps of the replica's engine, by its own count",
         each(lambda replica: replica.step_counter),

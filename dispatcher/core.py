@@ -264,7 +264,7 @@ class Core(Operator):
         replica.moved_at = now
         if step.run != replica.run or not step.run:
             return  # of a run that is not out
-        endpoint, mail = replica.endpoint, dict[bytes, list[bytes]]()
+        endpoint, mail, given, streams = replica.endpoint, dict[bytes, list[bytes]](), 0, 0
         for key, tokens, final, payload in zip(step.keys, step.tokens, step.final, payloads, strict=True):
             if final and key in replica.lanes:
                 replica.lanes.remove(key)
@@ -273,19 +273,19 @@ class Core(Operator):
             if request is None or request.replica != endpoint:
                 continue
             mail.setdefault(request.client, []).append(payload)
-            if tokens and not request.first_at:
-                request.first_at = now
-                self.metrics.began(request, now)
-            request.delivered += tokens
+            if tokens:
+                given, streams = given + tokens, streams + 1
+                if not request.first_at:
+                    request.first_at = now
+                    self.metrics.began(request, now)
+                request.delivered += tokens
             if final:
                 self._answered(request, payload, now)
             else:
                 request.payloads.append(payload)  # what it would go on after
-        if given := sum(step.tokens):
-            self.metrics.tokens += given
+        if given:
             replica.tokens += given
-            if replica.stepped_at:
-                self.metrics.stepped(now - replica.stepped_at, sum(map(bool, step.tokens)))
+            self.metrics.stepped(given, streams, now - replica.stepped_at if replica.stepped_at else None)
             replica.stepped_at = now
         self._out += [Send(client, None, tuple(bodies)) for client, bodies in mail.items()]
         if step.idle:

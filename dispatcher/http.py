@@ -9,6 +9,7 @@ pages say is in `pages.py`. Plain HTTP without keys: bind it to loopback or to a
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -126,7 +127,9 @@ class _Listener(ThreadingMixIn, TCPServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that went away, or was too slow: nobody's concern."""
+        """A reader that went away, or was too slow, is nobody's concern."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class _Reader(BaseHTTPRequestHandler):

@@ -132,9 +132,11 @@ class Metrics:
         if request.asked.stream and not request.asked.done:  # a client that resumes had its first before
             self.first_token[request.tenant].add(now - request.arrived)
 
-    def stepped(self, gap_s: float, streams: int) -> None:
-        """So many streams got their next tokens, so long after those before."""
-        self.between.add(gap_s, streams)
+    def stepped(self, tokens: int, streams: int, gap_s: float | None) -> None:
+        """So many tokens went out, to so many streams, so long after those before; None: a run's first."""
+        self.tokens += tokens
+        if gap_s is not None:
+            self.between.add(gap_s, streams)
 
     def ended(self, request: Request, outcome: str, stats: Stats | None, now: float) -> None:
         self.requests[request.tenant, outcome] += 1

@@ -107,7 +107,7 @@ def http_address(field: str, value: Any) -> object:
     """HOST:PORT; port 0 is a free one, "" is nowhere."""
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if value != "" and not (host and port.isdecimal() and int(port) < 65536):
-        raise refuse(field, value, 'HOST:PORT, such as 127.0.0.1:9090, or ""')
+        raise refuse(field, value, 'HOST:PORT, such as 127.0.0.1:9190, or ""')
     return value
 
 

@@ -63,10 +63,10 @@ class Supervisor:
         self._next_sign = 0.0
 
     def ready(self, status: str = "") -> None:
-        self._tell(f"READY=1\nSTATUS={status}")
+        self._tell(f"READY=1\nSTATUS={_line(status)}")
 
     def status(self, text: str) -> None:
-        self._tell(f"STATUS={text}")
+        self._tell(f"STATUS={_line(text)}")
 
     def stopping(self) -> None:
         self._tell("STOPPING=1")
@@ -86,3 +86,8 @@ class Supervisor:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
                 sender.setblocking(False)  # a deaf supervisor must not stop us
                 sender.sendto(message.encode(), self._address)
+
+
+def _line(text: str) -> str:
+    """A line end in it, of some error's text, would begin another assignment."""
+    return " ".join(text.split())

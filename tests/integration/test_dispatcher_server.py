@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -401,6 +402,15 @@ def test_a_taken_port_is_unavailable(fleet: Fleet) -> None:
     _, log = process.communicate(timeout=PATIENCE_S)
     taken.close()
     assert process.returncode == 69 and fleet.front in log
+
+
+def test_a_taken_address_of_the_pages_is_unavailable_and_the_front_is_let_go(fleet: Fleet) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = fleet.start("--http", address)
+        _, log = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 69 and address in log and "http" in log
+    assert ready_line(fleet.start("--http", "127.0.0.1:0")).count("http=") == 1
 
 
 def test_it_dies_with_its_parent(fleet: Fleet) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tinyloop_serve.native import demo_model_path
+from tinyloop_serve.protocol import host
 
 PATIENCE_S = 30.0
 WATCHDOG_S = 0.4
@@ -125,3 +126,9 @@ def test_the_status_line_says_why_a_model_cannot_be_loaded(supervisor: Superviso
     with supervisor.start(*arguments) as process:
         assert "/nowhere.tinyloop" in supervisor.hear("STATUS=")
         assert process.wait(PATIENCE_S) == 78
+
+
+def test_no_text_makes_a_second_statement(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", supervisor.path)
+    host.Supervisor().status("the engine failed:\nREADY=1")
+    assert supervisor.hear("STATUS=") == "STATUS=the engine failed: READY=1"

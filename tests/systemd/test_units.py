@@ -31,6 +31,7 @@ def render(tmp_path: Path, text: str) -> Path:
 VARIANTS = {
     "plain": FLEET,
     "cuda": FLEET + 'devices = "cuda:0,cuda:1"\n',
+    "http": FLEET + '[dispatcher]\nhttp = "127.0.0.1:9190"\n',
     "tcp": FLEET + 'front = "tcp://0.0.0.0:5555"\n[dispatcher]\nkey = "/etc/tinyloop/keys/dispatcher.key"\n',
 }
 
@@ -82,6 +83,14 @@ def test_what_the_files_say(tmp_path: Path) -> None:
         assert "<" not in text and ">" not in text, "every place was filled"
     assert "RestartPreventExitStatus=78" in dispatcher and "RestartPreventExitStatus=78" in replica
     assert (root / "usr/lib/sysusers.d/tinyloop.conf").read_text().startswith("u tinyloop ")
+
+
+@pytest.mark.parametrize("variant", ["plain", "http", "tcp"])
+def test_only_a_dispatcher_that_needs_it_sees_the_network(tmp_path: Path, variant: str) -> None:
+    units = render(tmp_path, VARIANTS[variant]) / "etc/systemd/system"
+    closed = "PrivateNetwork=yes\nRestrictAddressFamilies=AF_UNIX\nIPAddressDeny=any\n"
+    assert closed in (units / "tinyloop-replica@.service").read_text()
+    assert (closed in (units / "tinyloop-dispatcher.service").read_text()) == (variant == "plain")
 
 
 def test_keys_come_as_credentials(tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"front": 5}, "front", "ipc:///"),
     ({"replicas": ["tcp://10.0.0.1:1"]}, "replicas[0]", "loopback"),
     ({"replicas": [FRONT]}, "replicas", "other than front"),
+    ({"http": "9190"}, "http", "HOST:PORT"),
+    ({"http": "127.0.0.1:65536"}, "http", "HOST:PORT"),
+    ({"http": 9190}, "http", "HOST:PORT"),
 ]
 
 
