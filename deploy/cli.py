@@ -26,7 +26,7 @@ GROUPS = (
     asking,  # generate, chat
     operating,  # status, top, handles, drain, resume, attach, detach
     artifacts,  # inspect, convert
-    machine,  # doctor, keys, deploy
+    machine,  # doctor, keys, deploy, completion
 )
 
 

@@ -1,4 +1,4 @@
-"""`tinyloop doctor`, `keys`, `deploy`: this machine and its files."""
+"""`tinyloop doctor`, `keys`, `deploy`, `completion`: this machine and its files."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def add(commands: Subcommands) -> None:
     add_json(systemd)
     deploy.set_defaults(run=_deploy)
 
+    completion = commands.add_parser("completion", help="a script with which a shell completes our commands")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(run=_completion)
+
 
 def _doctor(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy.doctor import report
@@ -61,4 +65,11 @@ def _deploy(flags: argparse.Namespace) -> int:
 
     written = [str(path) for path in systemd.render(flags.config, Path(flags.prefix))]
     print(json.dumps({"files": written}) if flags.json else "\n".join(written))
+    return 0
+
+
+def _completion(flags: argparse.Namespace) -> int:
+    from tinyloop_serve.deploy import cli, completion
+
+    print(completion.SHELLS[flags.shell](cli.parser()), end="")
     return 0
