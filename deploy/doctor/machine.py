@@ -89,11 +89,17 @@ def _engine() -> Iterator[Finding]:
         yield fault("engine", f"does not load: {error}", remedy)
         return
     levels = native.simd_levels()
-    # Everything is said that the environment could say: a bad variable has a finding of its own.
-    asked = {"cache_mode": "fp16", "exit_threshold": 0.0, "speculative": False}
-    try:
+    try:  # all is said that the environment could say: a bad variable has a finding of its own
         with native.Model(native.demo_model_path(), threads=1, weights="fp16") as model:
-            model.generate([1, 2, 3], native.GenerateConfig(loops=1, max_tokens=2, ignore_eos=True, **asked))
+            asked = native.GenerateConfig(
+                loops=1,
+                max_tokens=2,
+                ignore_eos=True,
+                cache_mode="fp16",
+                exit_threshold=0.0,
+                speculative=False,
+            )
+            model.generate([1, 2, 3], asked)
     except (native.TinyLoopError, OSError) as error:
         yield fault("engine", f"does not run the demo model: {error}", f"reinstall {DISTRIBUTION}")
         return
