@@ -139,15 +139,19 @@ def test_a_request_leaves_one_line_with_all_that_is_known_of_it(watched: Fleet) 
 def test_the_pages_follow_a_replica_that_dies_and_comes_back(watched: Fleet) -> None:
     assert [get(watched, path)[0] for path in ("/health", "/ready", "/health/replicas")] == [200] * 3
     target = watched.replica("replica-1")
-    os.kill(target.pid, signal.SIGKILL)
-    status, body = wait_until(lambda: (page := get(watched, "/health/replicas"))[0] == 503 and page)
-    ((who, _),) = json.loads(body)["wrong"].items()
-    assert "replica-1" in who
-    assert [get(watched, path)[0] for path in ("/health", "/ready")] == [200] * 2
+    watched.process.send_signal(signal.SIGSTOP)  # so that nobody brings it back before we have looked
+    try:
+        os.kill(target.pid, signal.SIGKILL)
+        _, body = wait_until(lambda: (page := get(watched, "/health/replicas"))[0] == 503 and page)
+        ((who, _),) = json.loads(body)["wrong"].items()
+        assert "replica-1" in who
+        assert [get(watched, path)[0] for path in ("/health", "/ready")] == [200] * 2
+    finally:
+        watched.process.send_signal(signal.SIGCONT)
     wait_until(lambda: get(watched, "/health/replicas")[0] == 200)
     losses = scrape(watched)["tinyloop_replica_losses"].samples
     assert {s.labels["replica"]: s.value for s in losses} == {"replica-0": 0, "replica-1": 1}
-    assert [line["endpoint"] for line in journal(watched, "replica_lost")] == [target.endpoint]
+    wait_until(lambda: [line["endpoint"] for line in journal(watched, "replica_lost")] == [target.endpoint])
 
 
 # ------------------------------------------------------------------ the dashboard and the alerts
