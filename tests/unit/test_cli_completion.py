@@ -50,7 +50,7 @@ def test_every_command_and_flag_is_offered(script: Path) -> None:
         ("tinyloop drain replica-0 --wi", {"--within"}),
         ("tinyloop keys ''", {"new", "list", "-h", "--help"}),
         ("tinyloop keys new --d", {"--dir"}),
-        ("tinyloop convert a b --weights ''", {"fp16", "bf16", "fp32"}),
+        ("tinyloop convert a b --layout ''", {"panels", "plain"}),
         ("tinyloop completion z", {"zsh"}),
         ("tinyloop up --replicas ''", set()),
         ("tinyloop generate up --mod", set()),
@@ -99,12 +99,12 @@ def test_zsh_runs_the_script_of_bash() -> None:
             _tinyloop; print -r -- "${COMPREPLY[@]}"
         }
         offer keys n
-        offer convert --weights bf
+        offer convert --layout pa
         offer up --replicas ''
     """
     script = completion.zsh(cli.parser())
     done = subprocess.run(["zsh", "-f", "-c", calls, "zsh", script], capture_output=True, text=True)
     assert not done.stderr
-    keys, weights, none = (line.split() for line in done.stdout.splitlines())
+    keys, layouts, none = (line.split() for line in done.stdout.splitlines())
     assert keys == ["new", "list", "-h", "--help"], "zsh itself takes those that match"
-    assert weights == ["fp16", "bf16", "fp32"] and none == []
+    assert layouts == ["panels", "plain"] and none == []
