@@ -54,8 +54,8 @@ def measure(path: Path, threads: int, rounds: int, states: tuple[float, ...] = S
     gains = [(beta, gain) for beta, gain, *_ in points]
     section.data = {f"{beta:.3f}": gain for beta, gain in gains}
     section.crossings = [
-        f"it is {THRESHOLD} times as fast, the default threshold, {where(gains, '', level=THRESHOLD)} (beta)",
-        f"it is as fast as plain decoding {where(gains, '')} (beta)",
+        f"beta: {THRESHOLD}x as fast, the default threshold, {where(gains, '', level=THRESHOLD)}",
+        f"beta: as fast as plain decoding {where(gains, '')}",
     ]
     return section
 
