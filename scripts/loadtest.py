@@ -14,8 +14,8 @@ which requests are asked (scripts/load/mix.py), or loads the one at --endpoint. 
     --sweep          open loop, at one rate after the other: finds the highest at which a share of
                      --slo-share of the requests meets --slo, and no queue grows
 
-Latencies count from the moment a request was due. The warm-up does not count. --out has the report and plots
-in a folder (plots need matplotlib: the extra bench-plots). Exit status 1: a token was wrong, or nothing
+Latencies count from the moment a request was due. The warm-up does not count. The report and plots of it are
+left in --out (plots need matplotlib: the extra bench-plots). Exit status 1: a token was wrong, or nothing
 finished.
 """
 
@@ -40,6 +40,7 @@ from tinyloop_serve.deploy import profiles
 from tinyloop_serve.native import Model
 from tinyloop_serve.protocol.errors import TinyLoopError
 
+OUT = Path(__file__).resolve().parents[1] / "build" / "load"
 DEFAULT_CLOSED = 8
 SWEEP_CLOSED = 32  # at any time, to see roughly what the fleet can do
 STEADY = 0.9  # of what is asked must end meanwhile: else a queue grows that a lax SLO would not show yet
@@ -77,7 +78,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     load.add_argument("--precision", type=float, default=0.05, metavar="X", help="of the rate (sweep)")
     parser.add_argument("--verify", action="store_true", help="compare every token with the engine alone")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the requests as a trace")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="report.json and PNG plots")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, metavar="DIR", help="report.json and PNG plots (default: build/load)"
+    )
     flags = parser.parse_args(arguments)
     for name in ("rate", "closed", "seconds", "precision"):
         value = getattr(flags, name)
@@ -208,10 +211,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(line)
     if "sweep" in found:
         print(f"highest rate that meets the SLO: {found['sweep']['highest_rps']:g} requests/s")
-    if flags.out:
-        flags.out.mkdir(parents=True, exist_ok=True)
-        (flags.out / "report.json").write_text(json.dumps(found, indent=1) + "\n")
-        plot(found, flags.out)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    (flags.out / "report.json").write_text(json.dumps(found) + "\n")
+    plot(found, flags.out)
     if "verified" in found:
         print(f"compared with the engine alone: {found['verified']}, wrong: {len(found['wrong'])}")
     print(json.dumps({name: value for name, value in found.items() if name not in ("cdf", "over_time")}))
