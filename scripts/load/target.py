@@ -52,10 +52,9 @@ class Target:
 
 
 def _settled(status: Status) -> bool:
-    living = [each for each in status.replicas if each.state != "lost"]
-    return bool(living) and all(
-        each.state in ("ready", "busy") and each.speculation != "pending" for each in living
-    )
+    serving = [each for each in status.replicas if each.state in ("ready", "busy")]
+    starting = any(each.state == "starting" for each in status.replicas)
+    return bool(serving) and not starting and all(each.speculation != "pending" for each in serving)
 
 
 def running(endpoint: str, key_files: Sequence[str], server_key: str, model: Path | None) -> Target:

@@ -4,14 +4,16 @@ rate."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from scripts.load import arrivals, mix, report, slo, target, trace
+from scripts.load import arrivals, mix, report, slo, target, text, trace
 from scripts.load.asked import Asked
 from scripts.load.drive import Lag
 from tinyloop_serve.deploy import profiles
@@ -121,6 +123,24 @@ def test_arrivals_have_their_rate_and_bursts_come_together() -> None:
     together = list(itertools.islice(arrivals.bursts(20.0, 4, seed=3), 400))
     assert all(len(set(together[n : n + 4])) == 1 for n in range(0, 400, 4))
     assert together[-1] == pytest.approx(20, rel=0.3)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_one_line_on_a_terminal_and_few_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    stderr, now = io.StringIO(), itertools.count(100.0, 0.5)
+    monkeypatch.setattr(stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setattr(text, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    live = text.Live("20/s", [request(0.0), request(1.0)])
+    for _ in range(40):
+        live()
+    live.end()
+    said = stderr.getvalue()
+    assert "20/s" in said and "sent 2  open 0  failed 0" in said and "tok/s" in said
+    assert said.count("\n") == (0 if terminal else 4)
+    assert said.count("\r") == (42 if terminal else 0)
 
 
 def test_equal_seeds_ask_equal_requests_in_the_mix_shares() -> None:
