@@ -81,6 +81,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=OUT, metavar="DIR", help="report.json and PNG plots (default: build/load)"
     )
+    parser.add_argument("--no-plots", action="store_true", help="only report.json")
     flags = parser.parse_args(arguments)
     for name in ("rate", "closed", "seconds", "precision"):
         value = getattr(flags, name)
@@ -215,7 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"highest rate that meets the SLO: {found['sweep']['highest_rps']:g} requests/s")
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / "report.json").write_text(json.dumps(found) + "\n")
-    plot(found, flags.out)
+    if not flags.no_plots:
+        plot(found, flags.out)
     if "verified" in found:
         print(f"compared with the engine alone: {found['verified']}, wrong: {len(found['wrong'])}")
     print(json.dumps({name: value for name, value in found.items() if name not in ("cdf", "over_time")}))

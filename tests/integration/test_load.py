@@ -15,7 +15,7 @@ from tinyloop_serve.deploy import profiles
 from tinyloop_serve.native import demo_model_path
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "loadtest.py"
-SHORT = ("--seconds", "1", "--warm-up", "0.2", "--verify", "--threads", "1")
+SHORT = ("--seconds", "0.8", "--warm-up", "0.2", "--verify", "--threads", "1")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def loaded(out: Path, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("profile", profiles.names())
 def test_each_profile_serves_its_load(profile: str, out: Path) -> None:
-    found = loaded(out, "--profile", profile, "--closed", "6", "--slo", "ttft=60000")
+    found = loaded(out, "--profile", profile, "--closed", "5", "--slo", "ttft=60000", "--no-plots")
     assert not found["errors"] and found["goodput_share"] == 1
     batched = set(found["batch_sizes"]) - {"1"}
     if profile in ("single", "bucketed"):
@@ -58,7 +58,7 @@ def test_a_trace_is_asked_as_it_says_and_recorded(tmp_path: Path, out: Path) -> 
     config = tmp_path / "fleet.toml"
     config.write_text(Path(profiles.path("bucketed")).read_text() + "tenants = 2\n")
     where = ["--config", str(config), "--trace", str(tmp_path / "in.jsonl")]
-    found = loaded(out, *where, "--record", str(tmp_path / "out.jsonl"))
+    found = loaded(out, *where, "--record", str(tmp_path / "out.jsonl"), "--no-plots")
     assert found["requests"] == 3 and found["errors"] == {"LimitExceeded": 1}
     assert set(found["by_tenant"]) == {"0", "1"}
     recorded = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -78,6 +78,6 @@ def test_a_sweep_finds_a_rate_and_draws_it(out: Path) -> None:
 def test_a_fleet_that_runs_is_loaded_at_a_rate(shared_fleet: Any, out: Path) -> None:
     served = shared_fleet.status().finished
     where = ["--endpoint", shared_fleet.endpoint, "--model", str(demo_model_path())]
-    found = loaded(out, *where, "--rate", "12", "--burst", "3", "--slo", "ttft=60000")
+    found = loaded(out, *where, "--rate", "12", "--burst", "3", "--slo", "ttft=60000", "--no-plots")
     assert shared_fleet.status().finished - served == found["verified"] >= found["requests"] > 0
     assert found["requests"] % 3 == 0 and not found["errors"]
