@@ -15,6 +15,7 @@ from tinyloop_serve.deploy.flags import (
 )
 
 DEFAULT_REPLICAS = 2
+PROFILES = ("single", "bucketed", "scaffold", "tiers", "speculative")  # said here: a start imports nothing
 
 
 def add(commands: Subcommands) -> None:
@@ -55,10 +56,7 @@ def add(commands: Subcommands) -> None:
         "--config", default="", metavar="FILE", help="TOML: [dispatcher], [tenants.NAME], [replica] tables"
     )
     configuration.add_argument(
-        "--profile",
-        default="",
-        metavar="NAME",
-        help="a ready one: single, bucketed, scaffold, tiers, speculative",
+        "--profile", default="", choices=PROFILES, help="a ready configuration: docs/patterns.md"
     )
     up.add_argument("--log", default="", metavar="FILE", help="append a JSON line per request")
     up.add_argument(

@@ -9,6 +9,7 @@ import pytest
 
 from scripts.load import mix
 from tinyloop_serve.deploy import profiles
+from tinyloop_serve.deploy.commands import serving
 from tinyloop_serve.deploy.fleet import BadConfig, replica_count, replica_flags
 from tinyloop_serve.deploy.systemd import render
 from tinyloop_serve.dispatcher import config as dispatcher
@@ -27,6 +28,10 @@ def test_a_profile_is_read_by_every_process(name: str, tmp_path: Path) -> None:
     with_model = tmp_path / "fleet.toml"
     with_model.write_text(path.read_text().replace("[fleet]", '[fleet]\nmodel = "/srv/model.tinyloop"'))
     assert render(str(with_model), tmp_path / "root")
+
+
+def test_the_command_offers_all_of_them() -> None:
+    assert sorted(serving.PROFILES) == profiles.names()
 
 
 def test_a_name_or_a_count_that_is_wrong_is_refused(tmp_path: Path) -> None:
