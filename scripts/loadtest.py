@@ -45,6 +45,7 @@ DEFAULT_CLOSED = 8
 SWEEP_CLOSED = 32  # at any time, to see roughly what the fleet can do
 STEADY = 0.9  # of what is asked must end meanwhile: else a queue grows that a lax SLO would not show yet
 OF_A_POINT = ("tokens_per_s", "finished_rps", "goodput_share", "ttft_ms", "token_ms", "e2e_ms", "driver")
+CONVERTED = {"fp16", "bf16", "int8", "int4"}  # that an engine can be asked for; others are the artifact's own
 GRACE_S = 60.0  # for what is open when the last request was sent
 
 
@@ -251,7 +252,12 @@ def load(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.verify:
         assert where.model is not None
         text.say("comparing every stream with the engine alone")
-        with Model(where.model, threads=1) as model:  # two would wait for each other beside a busy machine
+        held = {replica.weights for replica in after.replicas if replica.weights}
+        if len(held) > 1:
+            raise mix.LoadFault(f"verify: {sorted(held)}: expected replicas that hold weights of one type")
+        # One thread: two would wait for each other beside a busy machine.
+        weights = "".join(held) if held <= CONVERTED else "auto"
+        with Model(where.model, threads=1, weights=weights or "auto") as model:
             found["wrong"] = verify.wrong(test.asked, model)
         found["verified"] = sum(each.completion is not None for each in report.parts(test.asked))
     return found
