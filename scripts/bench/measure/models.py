@@ -1,6 +1,6 @@
 """The models that the benchmarks run, and reading their tensors back for a peer.
 
-`tiny` and `small` are random looped models whose unrolled form is a plain Llama (pre-norm, no injection), so
+`pocket` to `large` are random looped models whose unrolled form is a plain Llama (pre-norm, no injection), so
 that any engine can run the same mathematics. `smollm2` is a real one, with one loop. Knows no engine.
 """
 
@@ -28,7 +28,12 @@ class Shape(NamedTuple):
     vocab_size: int
 
 
-SHAPES = {"tiny": Shape(512, 1408, 8, 8192), "small": Shape(1024, 2816, 16, 32000)}
+SHAPES = {
+    "tiny": Shape(512, 1408, 8, 8192),
+    "small": Shape(1024, 2816, 16, 32000),
+    "large": Shape(2048, 5632, 16, 49152),  # 407M parameters
+    "pocket": Shape(64, 128, 2, 4096),  # to try a benchmark out
+}
 
 
 class Weights(NamedTuple):
