@@ -6,6 +6,7 @@ would otherwise do nothing in silence.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,6 +98,16 @@ VARIABLES = {
         "the package's own directory", "where libraries of other devices lie", _directory
     ),
 }
+
+
+@contextlib.contextmanager
+def without_faults() -> Iterator[None]:
+    """Meanwhile the variables that are wrong are not there, for this process and its engine."""
+    saved = {name: os.environ.pop(name) for name, _ in list(faults(os.environ))}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
 
 
 def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -104,7 +104,7 @@ def _table(path: str, name: str) -> dict[str, Any]:
 def lacking_memory(plan: Plan, available: int | None = None) -> str:
     """ "" if the replicas' weights fit the memory that is free now, else the arithmetic. `available`: bytes,
     None = ask the machine."""
-    import psutil  # the one place that needs it
+    import psutil  # not before it is needed
 
     from tinyloop_serve.native.artifact_file import mapped_bytes
     from tinyloop_serve.native.errors import ArtifactError

@@ -151,6 +151,8 @@ def check_tinyloop(words: list[str]) -> Iterator[str]:
     if text is None:
         yield f"no subcommand {words[0]}"
         return
+    if words[1:] and re.fullmatch(r"[a-z][\w-]*", words[1]):  # `keys new`; else it is an argument
+        text += tinyloop_help(*words[:2]) or ""
     for word in words[1:]:
         flag = word.partition("=")[0]
         if re.fullmatch(r"--[a-z][a-z-]*", flag) and not re.search(rf"{flag}(?![\w-])", text):
@@ -158,9 +160,9 @@ def check_tinyloop(words: list[str]) -> Iterator[str]:
 
 
 @functools.cache
-def tinyloop_help(subcommand: str) -> str | None:
+def tinyloop_help(*subcommand: str) -> str | None:
     """-> the subcommand's help, None if there is no such subcommand."""
-    done = subprocess.run([TINYLOOP, subcommand, "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([TINYLOOP, *subcommand, "--help"], capture_output=True, text=True, timeout=60)
     return done.stdout if done.returncode == 0 else None
 
 

@@ -99,7 +99,7 @@ def _replica(subject: Subject) -> Iterator[Finding]:
             "--model",
             plan.model,
             "--endpoint",
-            f"ipc://{endpoints.replica_directory('')}/replica-0.sock",
+            f"ipc://{_replicas(subject)}/replica-0.sock",
         )
         config = replica.parse([*where, *flags])
         if config.key:
@@ -120,7 +120,7 @@ def _model(plan: Plan, config: replica.Config) -> Iterator[Finding]:
     from tinyloop_serve import native
 
     if lack := lacking_memory(plan):
-        yield fault("memory", lack, "fewer replicas, or fp16 weights: `tinyloop convert`")
+        yield fault("memory", lack, "fewer replicas, or int8 weights: `tinyloop convert --weights int8`")
         return
     try:
         with native.Model(config.model, max_seq_len=config.max_seq_len, threads=1) as model:

@@ -28,7 +28,6 @@ def installation() -> Iterator[Finding]:
     """Imports nothing that may be missing."""
     yield from _python()
     yield from _packages()
-    yield from _engine()
 
 
 def surroundings() -> Iterator[Finding]:
@@ -81,7 +80,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-def _engine() -> Iterator[Finding]:
+def engine() -> Iterator[Finding]:
     try:
         from tinyloop_serve import native
     except ImportError as error:
@@ -89,17 +88,9 @@ def _engine() -> Iterator[Finding]:
         yield fault("engine", f"does not load: {error}", remedy)
         return
     levels = native.simd_levels()
-    try:  # all is said that the environment could say: a bad variable has a finding of its own
-        with native.Model(native.demo_model_path(), threads=1, weights="fp16") as model:
-            asked = native.GenerateConfig(
-                loops=1,
-                max_tokens=2,
-                ignore_eos=True,
-                cache_mode="fp16",
-                exit_threshold=0.0,
-                speculative=False,
-            )
-            model.generate([1, 2, 3], asked)
+    try:
+        with native.Model(native.demo_model_path(), threads=1) as model:
+            model.generate([1, 2, 3], native.GenerateConfig(loops=1, max_tokens=2, ignore_eos=True))
     except (native.TinyLoopError, OSError) as error:
         yield fault("engine", f"does not run the demo model: {error}", f"reinstall {DISTRIBUTION}")
         return

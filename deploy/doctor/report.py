@@ -18,15 +18,30 @@ def run(config: str, model: str, endpoint: str, replicas: int, threads: int, *, 
     """What is left empty is what `tinyloop up` would take. Returns 0, or 1 when there is a fault. Raises
     `BadConfig` for a file that cannot be read."""
     found = list(machine.installation())
-    if all(each.level != "fault" for each in found):
+    if _healthy(found):
         found += machine.surroundings()
-        found += _of_configuration(config, model, endpoint, replicas, threads)
-    healthy = all(each.level != "fault" for each in found)
+        found += _of_the_rest(config, model, endpoint, replicas, threads)
+    healthy = _healthy(found)
     if as_json:
         print(json.dumps({"healthy": healthy, "findings": [asdict(each) for each in found]}))
     else:
         print(*_lines(found), sep="\n")
     return 0 if healthy else 1
+
+
+def _healthy(found: list[Finding]) -> bool:
+    return all(each.level != "fault" for each in found)
+
+
+def _of_the_rest(config: str, model: str, endpoint: str, replicas: int, threads: int) -> Iterator[Finding]:
+    """The engine and the configuration, as they are without what is wrong in the environment."""
+    from tinyloop_serve.deploy import environment
+
+    with environment.without_faults():
+        engine = list(machine.engine())
+        yield from engine
+        if _healthy(engine):
+            yield from _of_configuration(config, model, endpoint, replicas, threads)
 
 
 def _of_configuration(
