@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/slot_panel.h"
 #include "tinyloop/backend.h"
 
 using namespace tinyloop::cpu;
@@ -62,26 +63,21 @@ void test_half() {
 }
 
 void test_product() {
-    for (const int dtype : {static_cast<int>(TL_F32), static_cast<int>(TL_F16), static_cast<int>(TL_BF16), kInt8})
+    for (const int dtype : {static_cast<int>(TL_F32), static_cast<int>(TL_F16), static_cast<int>(TL_BF16)})
         for (const int inputs : {1, 16, 37, 256, 300, 600})
             for (const int rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25}) {
                 const int panels = 9, lda = inputs + 3, ldc = panels * kPanel;
                 std::vector<float> plain = draws(static_cast<size_t>(panels) * inputs * kPanel),
                                    a = draws(static_cast<size_t>(rows) * lda);
                 std::vector<uint16_t> packed(plain.size());
-                std::vector<int8_t> bytes(plain.size());
                 for (size_t i = 0; i < plain.size(); ++i) {
                     uint32_t bits;
                     std::memcpy(&bits, &plain[i], 4);
                     packed[i] = dtype == TL_F16 ? float_to_half(plain[i]) : static_cast<uint16_t>(bits >> 16);
-                    bytes[i] = static_cast<int8_t>(plain[i] * 127);
                     if (dtype == TL_F16) plain[i] = half_to_float(packed[i]);
                     if (dtype == TL_BF16) plain[i] = bfloat_to_float(packed[i]);
-                    if (dtype == kInt8) plain[i] = bytes[i];
                 }
-                const void* data = dtype == TL_F32  ? static_cast<const void*>(plain.data())
-                                   : dtype == kInt8 ? static_cast<const void*>(bytes.data())
-                                                    : packed.data();
+                const void* data = dtype == TL_F32 ? static_cast<const void*>(plain.data()) : packed.data();
                 const Panels w{data, dtype, inputs, static_cast<size_t>(inputs) * kPanel};
                 // The definition: one fused accumulator per output, inputs in order.
                 std::vector<float> expected(static_cast<size_t>(rows) * ldc);
@@ -110,16 +106,6 @@ void test_product() {
                             wanted[static_cast<size_t>(rows - 1 - m) * ldc + n] =
                                 1.0f + expected[static_cast<size_t>(m) * ldc + n];
                     CHECK(same(added, wanted));
-                    // Going on from a sum gives the bits of one sum.
-                    const int head = inputs / 3;
-                    const size_t size = dtype == TL_F32 ? 4 : dtype == kInt8 ? 1 : 2;
-                    const char* rest = static_cast<const char*>(data) + static_cast<size_t>(head) * kPanel * size;
-                    std::vector<float> in_two(expected.size());
-                    k->product({data, dtype, head, w.panel_elements}, {a.data(), lda}, rows, in_two.data(), ldc,
-                               nullptr, Put::store, 0, panels, scratch.data());
-                    k->product({rest, dtype, inputs - head, w.panel_elements}, {a.data() + head, lda}, rows,
-                               in_two.data(), ldc, nullptr, Put::go_on, 0, panels, scratch.data());
-                    CHECK(same(in_two, expected));
                 }
             }
 }
@@ -154,44 +140,179 @@ void test_rows_of_floats() {
     }
 }
 
-void test_softmax() {
-    for (const int n : {1, 5, 15, 16, 17, 31, 100, 256}) {
-        const int padded = pad16(n) + 32;
-        std::vector<float> scores = draws(padded), first;
-        float first_sum = 0;
-        for (const Kernels* k : levels()) {
-            std::vector<float> out = scores;
-            const float sum = k->softmax(out.data(), 0, n, padded, 20.0f);
-            if (first.empty()) {
-                first = out;
-                first_sum = sum;
-            }
-            CHECK(same(out, first) && sum == first_sum);
-            double top = -1e30, total = 0, worst = 0;
-            for (int i = 0; i < n; ++i) top = std::max(top, double(scores[i]) * 20);
-            for (int i = 0; i < n; ++i) total += std::exp(double(scores[i]) * 20 - top);
-            for (int i = 0; i < n; ++i)
-                worst = std::max(worst, std::fabs(out[i] / sum - std::exp(double(scores[i]) * 20 - top) / total));
-            for (int i = n; i < padded; ++i) CHECK(out[i] == 0);
-            CHECK(worst < 2e-6);
-            // The bits of a row do not depend on how far its work space reaches.
-            std::vector<float> shorter(scores.begin(), scores.begin() + pad16(n));
-            CHECK(k->softmax(shorter.data(), 0, n, pad16(n), 20.0f) == sum);
-            CHECK(std::memcmp(shorter.data(), out.data(), shorter.size() * 4) == 0);
-            // A row that begins later sees only what it sees.
-            const int begin = n / 2;
-            std::vector<float> late = scores;
-            const float late_sum = k->softmax(late.data(), begin, n, padded, 20.0f);
-            double late_top = -1e30, late_total = 0;
-            for (int i = begin; i < n; ++i) late_top = std::max(late_top, double(scores[i]) * 20);
-            for (int i = begin; i < n; ++i) late_total += std::exp(double(scores[i]) * 20 - late_top);
-            for (int i = 0; i < padded; ++i) {
-                const double wanted =
-                    i < begin || i >= n ? 0 : std::exp(double(scores[i]) * 20 - late_top) / late_total;
-                if (std::fabs(late[i] / late_sum - wanted) > 2e-6) CHECK(!"a window's weights");
-            }
+// One span's keys and values in the layout of spans.h, its panels in any order in memory, beside what they mean.
+struct TestSpan {
+    TestSpan(int dtype, int head_dim, bool extreme) : plain_keys(kSpan * head_dim), plain_values(kSpan * head_dim) {
+        const size_t element = cached_bytes(dtype), side = kPanel * head_dim * element;
+        memory.resize(2 * kSpanPanels * side);
+        scales.resize(2 * kSpan);
+        for (float& scale : scales) scale = 0.01f + 0.02f * std::fabs(draw());
+        span = {dtype, head_dim, dtype == kInt8 ? 2u * kPanel : kPanel, kPanel * kPanel, {}};
+        for (int p = 0; p < kSpanPanels; ++p) {
+            const int place = p * 7 % kSpanPanels;
+            char* const at = memory.data() + 2 * place * side;
+            span.panels[p] = {at, at + side, &scales[2 * kPanel * place], &scales[2 * kPanel * place + kPanel]};
+            for (int slot = 0; slot < kPanel; ++slot)
+                for (int k = 0; k < head_dim; ++k) {
+                    const size_t plain = static_cast<size_t>(p * kPanel + slot) * head_dim + k;
+                    plain_keys[plain] = put(at, key_at(dtype, slot, k), span.panels[p].key_scales[slot], extreme);
+                    plain_values[plain] =
+                        put(at + side, value_at(dtype, slot, k), span.panels[p].value_scales[slot], extreme);
+                }
         }
     }
+
+    float put(char* to, size_t index, float scale, bool extreme) const {
+        const float value = draw();
+        if (span.dtype == kInt8) {
+            const int8_t byte = static_cast<int8_t>(extreme ? 127 : value * 127);
+            reinterpret_cast<int8_t*>(to)[index] = byte;
+            return byte * scale;
+        }
+        if (span.dtype == TL_F32) return reinterpret_cast<float*>(to)[index] = value;
+        const uint16_t half = float_to_half(value);
+        reinterpret_cast<uint16_t*>(to)[index] = half;
+        return half_to_float(half);
+    }
+
+    Span span;
+    std::vector<char> memory;
+    std::vector<float> scales, plain_keys, plain_values;  // plain: (kSpan, head_dim)
+};
+
+struct TestRows {
+    TestRows(int count_, int head_dim_, float size) : count(count_), head_dim(head_dim_), q(draws(count_ * head_dim_)) {
+        for (float& x : q) x *= size;
+        for (int m = 0; m < count; ++m) {
+            begin.push_back(m % 3 ? 0 : static_cast<int>(random_bits() % 200));
+            end.push_back(m % 4 == 1 ? kSpan : begin[m] + 1 + static_cast<int>(random_bits() % (kSpan - begin[m])));
+        }
+    }
+
+    // Partials of rows first .. first + n - 1, computed together.
+    std::vector<float> attend(const Kernels* k, const Span& span, int first, int n) const {
+        std::vector<int16_t> q_int(q.size());
+        std::vector<float> q_step(count), partials(n * partial_floats(head_dim));
+        std::vector<char> scratch(attend_scratch(n, head_dim));
+        for (int m = 0; m < count; ++m) k->round_queries(&q[m * head_dim], head_dim, &q_int[m * head_dim], &q_step[m]);
+        k->attend(span, {n, &q[first * head_dim], &q_int[first * head_dim], &q_step[first], &begin[first], &end[first],
+                         partials.data(), scratch.data()});
+        // What lies beyond the three numbers after the sums is not used.
+        for (int m = 0; m < n; ++m) std::fill_n(&partials[m * partial_floats(head_dim) + head_dim + 2], 14, 0.0f);
+        return partials;
+    }
+
+    // Row m's partial by definition: sum of weights * values, then the highest score and the sum of the weights.
+    std::vector<double> expected(const TestSpan& span, int m) const {
+        std::vector<double> out(head_dim + 2), scores(kSpan);
+        double& highest = out[head_dim] = -1e300;
+        for (int slot = begin[m]; slot < end[m]; ++slot) {
+            for (int k = 0; k < head_dim; ++k)
+                scores[slot] += double(q[m * head_dim + k]) * span.plain_keys[slot * head_dim + k];
+            highest = std::max(highest, scores[slot]);
+        }
+        for (int slot = begin[m]; slot < end[m]; ++slot) {
+            const double weight = std::exp(scores[slot] - highest);
+            out[head_dim + 1] += weight;
+            for (int k = 0; k < head_dim; ++k) out[k] += weight * span.plain_values[slot * head_dim + k];
+        }
+        return out;
+    }
+
+    int count, head_dim;
+    std::vector<float> q;
+    std::vector<int32_t> begin, end;
+};
+
+void test_attend() {
+    for (const int dtype : {static_cast<int>(TL_F32), static_cast<int>(TL_F16), kInt8})
+        for (const int head_dim : {16, 48, 64, 80, 128})
+            for (const int count : {1, 2, 3, 4, 6, 7, 13, 19, 25, 48}) {
+                const TestSpan span(dtype, head_dim, false);
+                const TestRows rows(count, head_dim, 0.3f);
+                const std::vector<float> first = rows.attend(portable_kernels(), span.span, 0, count);
+                for (const Kernels* k : levels()) {
+                    CHECK(same(rows.attend(k, span.span, 0, count), first));
+                    for (int m = 0; m < count; m += 5) {  // a row is the same bits alone
+                        const std::vector<float> alone = rows.attend(k, span.span, m, 1);
+                        CHECK(std::memcmp(alone.data(), &first[m * partial_floats(head_dim)], alone.size() * 4) == 0);
+                    }
+                }
+                double worst = 0;
+                for (int m = 0; m < count; ++m) {
+                    const std::vector<double> expected = rows.expected(span, m);
+                    const float* found = &first[m * partial_floats(head_dim)];
+                    worst = std::max(worst, std::fabs(found[head_dim] - expected[head_dim]));
+                    worst = std::max(worst, std::fabs(found[head_dim + 1] / expected[head_dim + 1] - 1));
+                    for (int k = 0; k < head_dim; ++k)
+                        worst = std::max(worst, std::fabs(found[k] - expected[k]) / expected[head_dim + 1]);
+                }
+                CHECK(worst < (dtype == kInt8 ? 1e-3 : 5e-6));
+            }
+}
+
+// The largest sums that an int8 span can make stay exact.
+void test_attend_extremes() {
+    const int head_dim = 1024;
+    const TestSpan span(kInt8, head_dim, true);
+    TestRows rows(1, head_dim, 0);
+    std::fill(rows.q.begin(), rows.q.end(), 1e-6f);
+    rows.begin[0] = 0;
+    rows.end[0] = kSpan;
+    const std::vector<double> expected = rows.expected(span, 0);
+    for (const Kernels* k : levels()) {
+        const std::vector<float> found = rows.attend(k, span.span, 0, 1);
+        for (int i = 0; i < head_dim + 2; ++i) CHECK(std::fabs(found[i] / expected[i] - 1) < 1e-4);
+    }
+}
+
+// Spans folded in order are the softmax over all of them, the same bits at every level.
+void test_fold() {
+    const int head_dim = 48;
+    std::vector<TestSpan> spans;
+    for (int s = 0; s < 3; ++s) spans.emplace_back(TL_F16, head_dim, false);
+    const TestRows rows(9, head_dim, 5.0f);
+    for (int m = 0; m < rows.count; ++m) {
+        double highest = -1e300, total = 0;
+        std::vector<double> wanted(head_dim);
+        for (const TestSpan& span : spans) highest = std::max(highest, rows.expected(span, m)[head_dim]);
+        for (const TestSpan& span : spans) {
+            const std::vector<double> part = rows.expected(span, m);
+            const double factor = std::exp(part[head_dim] - highest);
+            total += part[head_dim + 1] * factor;
+            for (int k = 0; k < head_dim; ++k) wanted[k] += part[k] * factor;
+        }
+        std::vector<float> first;
+        for (const Kernels* k : levels()) {
+            std::vector<float> sum(partial_floats(head_dim)), out(head_dim);
+            sum[head_dim] = kNoScore;
+            for (const TestSpan& span : spans) k->fold(rows.attend(k, span.span, m, 1).data(), head_dim, sum.data());
+            k->finish_attention(sum.data(), head_dim, out.data());
+            if (first.empty()) first = out;
+            CHECK(same(out, first));
+            for (int i = 0; i < head_dim; ++i) CHECK(std::fabs(out[i] - wanted[i] / total) < 5e-6);
+        }
+    }
+}
+
+void test_rounding() {
+    for (const Kernels* k : levels())
+        for (const float size : {0.0f, 1.0f, 1e30f, 1e-36f}) {
+            const int n = 64;
+            std::vector<float> x = draws(n);
+            for (float& v : x) v *= size;
+            std::vector<int8_t> bytes(n), bytes_portable(n);
+            std::vector<int16_t> words(n), words_portable(n);
+            float step, step_portable;
+            const float scale = k->store_int8(x.data(), n, bytes.data());
+            k->round_queries(x.data(), n, words.data(), &step);
+            CHECK(scale == portable_kernels()->store_int8(x.data(), n, bytes_portable.data()));
+            portable_kernels()->round_queries(x.data(), n, words_portable.data(), &step_portable);
+            CHECK(step == step_portable && bytes == bytes_portable && words == words_portable);
+            for (int i = 0; i < n && size > 1e-30f; ++i)
+                CHECK(std::fabs(bytes[i] * scale - x[i]) <= 0.5001f * scale &&
+                      std::fabs(words[i] * step - x[i]) <= 0.51f * step);
+        }
 }
 
 }  // namespace
@@ -201,6 +322,9 @@ int main() {
     test_half();
     test_product();
     test_rows_of_floats();
-    test_softmax();
+    test_attend();
+    test_attend_extremes();
+    test_fold();
+    test_rounding();
     return finish();
 }

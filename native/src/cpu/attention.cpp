@@ -1,222 +1,217 @@
-// Softmax attention over a cache, for the rows of one group and one key head at a time.
-//
-// A row reads exactly what the cache stores, its own slot included. Scores, weights and sums are ordered by slot, in
-// blocks of 16 slots counted from slot 0 of the sequence, so the bits do not depend on the group, the ring's size or
-// where it wraps; a slot that a row does not see adds exact zeros.
-#include <algorithm>
+// Softmax attention over the caches, task by task (attention.h), in spans of slots (spans.h). A row reads exactly what
+// its cache stores, its own slot included.
+#include "attention.h"
+
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "forward.h"
+#include "slot_panel.h"
 
 using namespace tinyloop::cpu;
 
-// The slots [low, high) that a group's rows may see, low a multiple of 16, as one or two runs of the cache's memory.
-struct tl_model::Window {
-    struct Run {
-        int slot, at, count;  // `count` slots from `slot` on lie at `at`
-    };
-
-    Window(const tl_cache& cache, int first_seen, int last_seen)
-        : low(first_seen / kPanel * kPanel), high(last_seen + 1), width(pad16(high - low)) {
-        const int at = cache.at(low);
-        runs[0] = {low, at, std::min(high - low, cache.capacity - at)};
-        if (runs[0].count < high - low) runs[1] = {low + runs[0].count, 0, high - low - runs[0].count};
-    }
-
-    const int low, high, width;  // width: of a row of scores
-    Run runs[2] = {};
-};
-
-void tl_model::reserve_attention(const Call& call) {
-    size_t longest = 0;
-    int positions = 0;
-    bool inputs = false;
-    for (int i = 0; i < call.n_rows; ++i) {
-        const tl_cache& cache = *call.caches[call.rows[i].cache];
-        longest = std::max(longest, static_cast<size_t>(cache.capacity) + kPanel);
-        positions = std::max(positions, call.rows[i].position + 1);
-        inputs = inputs || cache.holds_inputs();
-    }
-    const int known = static_cast<int>(angles_.size()) / desc.head_dim;
-    if (positions > known) {
-        angles_.resize(static_cast<size_t>(positions) * desc.head_dim);
-        for (int p = known; p < positions; ++p)
-            for (int k = 0; k < desc.head_dim / 2; ++k) {
-                const double turn = p * std::pow(double(desc.rope_theta), -2.0 * k / desc.head_dim);
-                angles_[static_cast<size_t>(p) * desc.head_dim + 2 * k] = static_cast<float>(std::cos(turn));
-                angles_[static_cast<size_t>(p) * desc.head_dim + 2 * k + 1] = static_cast<float>(std::sin(turn));
-            }
-    }
-    const size_t score_bytes =
-        sizeof(float) * static_cast<size_t>(std::max(kScoreRows, desc.n_heads / desc.n_kv_heads)) * longest;
-    const size_t projected_bytes =
-        inputs ? sizeof(float) *
-                     (2 * longest * head_dim_ + kPanel * static_cast<size_t>(pad32(desc.d_model) + 2 * head_dim_))
-               : 0;
-    for (Buffer& b : scores_)
-        if (b.bytes() < score_bytes) b = Buffer(score_bytes);
-    for (Buffer& b : projected_)
-        if (b.bytes() < projected_bytes) b = Buffer(projected_bytes);
-}
-
-// Rotary position embedding (Su et al., arXiv 2104.09864).
-void tl_model::rotate(float* head, int position) const {
-    const float* angles = angles_.data() + static_cast<size_t>(position) * desc.head_dim;
-    const int half = desc.head_dim / 2;
-    const int step = desc.rope == TL_ROPE_HALF ? 1 : 2, apart = desc.rope == TL_ROPE_HALF ? half : 1;
-    for (int k = 0; k < half; ++k) {
-        const float c = angles[2 * k], s = angles[2 * k + 1];
-        float& a = head[k * step];
-        float& b = head[k * step + apart];
-        const float turned = a * c - b * s;
-        b = b * c + a * s;
-        a = turned;
-    }
-}
-
 void tl_model::attention(const Call& call, const Plan& plan, const LayerWeights& w, Visits visits, int id) {
-    const int tasks = static_cast<int>(plan.groups.size()) * desc.n_kv_heads;
-    for (int task = pool_.next(); task < tasks; task = pool_.next()) {
-        const Group& group = plan.groups[task / desc.n_kv_heads];
-        attend(call, plan, group, w, visits.at(plan.loops[group.begin]), task % desc.n_kv_heads, id);
+    const std::vector<AttentionTask>& tasks = plan.attention.tasks;
+    for (size_t t = pool_.next(); t < tasks.size(); t = pool_.next()) {
+        const AttentionTask& task = tasks[t];
+        const AttentionJob& job = plan.attention.jobs[task.job];
+        const int visit = visits.at(plan.loops[job.first_row]);
+        for (int head = task.first_head; head < task.first_head + task.heads; ++head) {
+            attend(call, plan, task, w, visit, head, id);
+            if (job.parts == 1) continue;
+            int32_t& countdown = plan.attention.countdowns[job.countdowns + head];
+            if (std::atomic_ref(countdown).fetch_sub(1, std::memory_order_acq_rel) == 1)
+                fold_partials(call, plan, job, head, id);
+        }
     }
     pool_.barrier();
 }
 
 namespace {
 
-// The last slot a row sees: its highest tree bit.
-int last_seen(const tl_row& row) { return row.base + 63 - __builtin_clzll(row.tree); }
+AttendRows rows_of(AttentionSpace& space, int query, int head_dim, float* partials) {
+    return {0,
+            space.q + static_cast<size_t>(query) * head_dim,
+            space.q_int + static_cast<size_t>(query) * head_dim,
+            space.q_step + query,
+            nullptr,
+            nullptr,
+            partials,
+            space.scratch};
+}
 
 }  // namespace
 
-void tl_model::attend(const Call& call, const Plan& plan, const Group& group, const LayerWeights& w, int visit,
+// What the job's query rows of one key head take from the task's spans.
+void tl_model::attend(const Call& call, const Plan& plan, const AttentionTask& task, const LayerWeights& w, int visit,
                       int kv_head, int id) {
-    const tl_cache& cache = *call.caches[call.rows[plan.rows[group.begin]].cache];
-    const int queries = desc.n_heads / desc.n_kv_heads;
-    auto row_of = [&](int m) -> const tl_row& { return call.rows[plan.rows[group.begin + m]]; };
-    int first = cache.first_seen(row_of(0).slot), last = 0;
-    for (int m = 0; m < group.count; ++m) {
-        first = std::min(first, cache.first_seen(row_of(m).slot));
-        last = std::max(last, last_seen(row_of(m)));
-    }
-    const Window window(cache, first, last);
-    const bool inputs = cache.holds_inputs();
-    if (inputs) project_inputs(cache, window, w, visit, kv_head, id);
-
-    const int dtype = inputs ? static_cast<int>(TL_F32) : cache.quantized() ? kInt8 : static_cast<int>(TL_F16);
-    const size_t size = inputs ? 4 : cache.quantized() ? 1 : 2;
-    const char* keys = inputs ? projected_[id].as<char>() : cache.keys(visit, kv_head);
-    const char* values =
-        inputs ? keys + sizeof(float) * static_cast<size_t>(window.width) * head_dim_ : cache.values(visit, kv_head);
-    const size_t value_stride = static_cast<size_t>(inputs ? window.width : cache.capacity) * kPanel;
-    const float* q =
-        qkv_.as<float>() + static_cast<size_t>(group.begin) * ldq_ + static_cast<size_t>(kv_head) * queries * head_dim_;
-    float* out = attended_.as<float>() + static_cast<size_t>(group.begin) * lda_ +
-                 static_cast<size_t>(kv_head) * queries * head_dim_;
-    float* scores = scores_[id].as<float>();
-    float* scratch = scratch_[id].as<float>();
-
-    // One row: its heads are the rows of the product. More rows: one product per head. The bits are the same.
-    const bool by_head = group.count == 1;
-    const int products = by_head ? 1 : queries, rows = by_head ? queries : group.count;
-    const int ldq = by_head ? head_dim_ : ldq_, ldo = by_head ? head_dim_ : lda_;
-    for (int h = 0; h < products; ++h) {
-        for (const Window::Run& run : window.runs) {
-            if (!run.count) continue;
-            const size_t at = static_cast<size_t>(inputs ? run.slot - window.low : run.at);
-            const Panels panels{keys + at * head_dim_ * size, dtype, head_dim_,
-                                static_cast<size_t>(head_dim_) * kPanel};
-            kernels->product(panels, {q + h * head_dim_, ldq}, rows, scores + (run.slot - window.low), window.width,
-                             nullptr, Put::store, 0, (run.count + kPanel - 1) / kPanel, scratch);
-        }
-        float* to = out + h * head_dim_;
-        float sums[1024];
-        for (int m = 0; m < rows; ++m)
-            sums[m] = soften(cache, window, row_of(by_head ? 0 : m), visit, kv_head,
-                             scores + static_cast<size_t>(m) * window.width);
-        Put put = Put::store;
-        for (const Window::Run& run : window.runs) {
-            if (!run.count) continue;
-            const size_t at = static_cast<size_t>(inputs ? run.slot - window.low : run.at);
-            const Panels panels{values + at * kPanel * size, dtype, run.count, value_stride};
-            kernels->product(panels, {scores + (run.slot - window.low), window.width}, rows, to, ldo, nullptr, put, 0,
-                             head_dim_ / kPanel, scratch);
-            put = Put::go_on;
-        }
-        for (int m = 0; m < rows; ++m) kernels->scale(to + static_cast<size_t>(m) * ldo, head_dim_, 1.0f / sums[m]);
-    }
-}
-
-// Turns a row's products into softmax numerators over the slots it sees, 0 elsewhere; returns their sum.
-float tl_model::soften(const tl_cache& cache, const Window& window, const tl_row& row, int visit, int kv_head,
-                       float* scores) const {
-    const float factor = 1.0f / std::sqrt(static_cast<float>(desc.head_dim));
-    auto scale_by = [&](const float* scales) {
-        for (const Window::Run& run : window.runs)
-            for (int i = 0; i < run.count; ++i) scores[run.slot - window.low + i] *= scales[run.at + i];
+    const AttentionJob& job = plan.attention.jobs[task.job];
+    const tl_cache& cache = *call.caches[job.cache];
+    AttentionSpace& space = spaces_[id];
+    const int heads = desc.n_heads / desc.n_kv_heads;
+    const size_t ldp = partial_floats(head_dim_);
+    const bool split = job.parts > 1;
+    auto row_of = [&](int r) -> const tl_row& {
+        return call.rows[plan.rows[job.first_row + (job.first_query + r) / heads]];
     };
-    if (cache.quantized()) scale_by(cache.key_scales(visit, kv_head));
-    const int begin = cache.first_seen(row.slot) - window.low, base = row.base - window.low;
-    const int seen = __builtin_popcountll(row.tree);
-    const bool gaps = row.tree & (row.tree + 1);
-    if (gaps)  // a tree row: its ancestors' scores take the places they would have in a plain sequence
-        for (int bit = 0, i = 0; bit < 64; ++bit)
-            if (row.tree >> bit & 1) scores[base + i++] = scores[base + bit];
-    const float sum = kernels->softmax(scores, begin, base + seen, window.width, factor);
-    if (gaps) {
-        float weights[64];
-        std::copy(scores + base, scores + base + seen, weights);
-        std::fill(scores + base, scores + base + seen, 0.0f);
-        for (int bit = 0, i = 0; bit < 64; ++bit)
-            if (row.tree >> bit & 1) scores[base + bit] = weights[i++];
+    take_queries(job, cache, kv_head, id);
+    if (!split) clear_sums(job.queries, space.sums);
+
+    for (int s = task.first_span; s < task.first_span + task.spans; ++s) {
+        const int first = s * kSpan;
+        auto seen_of = [&](int r) -> Seen {
+            const Seen seen = seen_by(row_of(r), cache);
+            return {std::max(seen.first - first, 0), std::min(seen.last - first, kSpan)};
+        };
+        // A draft tree's row whose ancestors leave gaps in this span sees a copy without them.
+        auto apart = [&](int r) { return has_gaps(row_of(r)) && row_of(r).base < first + kSpan; };
+        auto attend_rows = [&](const Span& span, int r, int n) {
+            int32_t begin[kAttendRows], end[kAttendRows];
+            for (int i = 0; i < n; ++i) {
+                const Seen seen = seen_of(r + i);
+                begin[i] = seen.first;
+                end[i] = seen.last;
+            }
+            float* const partials =
+                split ? partials_.as<float>() +
+                            (job.partials +
+                             (static_cast<size_t>(kv_head) * job.spans + (s - job.first_span)) * job.queries + r) *
+                                ldp
+                      : space.partials;
+            AttendRows rows = rows_of(space, r, head_dim_, partials);
+            rows.count = n;
+            rows.begin = begin;
+            rows.end = end;
+            kernels->attend(span, rows);
+            for (int i = 0; i < n && !split; ++i)
+                kernels->fold(partials + i * ldp, head_dim_, space.sums + (r + i) * ldp);
+        };
+
+        Seen all{kSpan, 0};
+        int first_gap = kSpan;  // where the first copy begins
+        for (int r = 0; r < job.queries; ++r) {
+            const Seen seen = seen_of(r);
+            if (seen.first >= seen.last) continue;
+            const bool copied = apart(r);
+            if (copied) first_gap = std::min(first_gap, std::max(row_of(r).base - first, 0) / kPanel * kPanel);
+            all.first = std::min(all.first, seen.first);
+            all.last = std::max(all.last, copied ? std::min(row_of(r).base - first, seen.last) : seen.last);
+        }
+        int32_t slots[kSpan];
+        std::iota(slots, slots + kSpan, first);
+        Span span = span_of(cache, visit, kv_head, first, all, id);
+        if (cache.holds_inputs()) project_inputs(cache, w, visit, kv_head, slots, all, id);
+
+        for (int r = 0, n; r < job.queries; r += n) {
+            for (n = 0; r + n < job.queries && n < kAttendRows && !apart(r + n); ++n)
+                if (const Seen seen = seen_of(r + n); seen.first >= seen.last) break;
+            if (n > 0)
+                attend_rows(span, r, n);
+            else
+                n = 1;
+        }
+        for (int r = 0, n; r < job.queries && first_gap < kSpan; r += n) {
+            const tl_row& row = row_of(r);
+            for (n = 1; r + n < job.queries && &row_of(r + n) == &row; ++n) {
+            }
+            const Seen seen = seen_of(r);
+            if (!apart(r) || seen.first >= seen.last) continue;
+            for (int i = first_gap; i < seen.last; ++i) slots[i] = slot_seen(row, first + i);
+            if (cache.holds_inputs())
+                project_inputs(cache, w, visit, kv_head, slots, {first_gap, seen.last}, id);
+            else
+                gather(cache, visit, kv_head, slots, {first_gap, seen.last}, span, id);
+            attend_rows(span, r, n);
+        }
     }
-    if (cache.quantized()) scale_by(cache.value_scales(visit, kv_head));
-    return sum;
+    if (split) return;
+    for (int r = 0; r < job.queries; ++r)
+        kernels->finish_attention(space.sums + r * ldp, head_dim_, attended_of(job, kv_head, r));
 }
 
-// Keys and values of one head for the window's slots, projected from the stored inputs into this thread's buffer: keys
-// in panels of 16 slots, then values in panels of 16 dimensions, as floats.
-void tl_model::project_inputs(const tl_cache& cache, const Window& window, const LayerWeights& w, int visit,
-                              int kv_head, int id) {
-    const int d = desc.d_model, hd = desc.head_dim, ldi = pad32(d);
-    float* keys = projected_[id].as<float>();
-    float* values = keys + static_cast<size_t>(window.width) * head_dim_;
-    float* inputs = values + static_cast<size_t>(window.width) * head_dim_;  // (16, ldi)
-    float* heads = inputs + static_cast<size_t>(kPanel) * ldi;               // (16, key head_dim + value head_dim)
-    const Stored kind = cache.mode == TL_CACHE_H_FP16   ? Stored::fp16
-                        : cache.mode == TL_CACHE_H_INT8 ? Stored::int8
-                                                        : Stored::int4;
-    const int panels = head_dim_ / kPanel, first_key = (desc.n_heads + kv_head) * panels,
-              first_value = (desc.n_heads + desc.n_kv_heads + kv_head) * panels;
-    const Panels all = w.qkv.view();
-    for (int slot = window.low; slot < window.high; slot += kPanel) {
-        const int count = std::min(kPanel, window.high - slot), column = slot - window.low;
-        for (int i = 0; i < count; ++i) {
-            float* input = inputs + static_cast<size_t>(i) * ldi;
-            restore(kind, cache.input(visit, slot + i), d, input);
-            std::fill(input + d, input + ldi, 0.0f);  // keys of a longer window may have been here
-            if (integers_) stored_rows_[id].set(i, input, d, *kernels);
-        }
-        const Activations rows = integers_ ? stored_rows_[id].with(inputs, ldi) : Activations{inputs, ldi};
-        const int ldh = 2 * head_dim_;
-        kernels->product(all, rows, count, heads - first_key * kPanel, ldh, nullptr, Put::store, first_key,
-                         first_key + panels, scratch_[id].as<float>());
-        kernels->product(all, rows, count, heads + head_dim_ - first_value * kPanel, ldh, nullptr, Put::store,
-                         first_value, first_value + panels, scratch_[id].as<float>());
-        for (int i = 0; i < count; ++i) {
-            float* key = heads + static_cast<size_t>(i) * ldh;
-            float* value = key + head_dim_;
-            if (!w.k_bias.empty()) kernels->add(w.k_bias.data() + static_cast<size_t>(kv_head) * head_dim_, hd, key);
-            if (!w.v_bias.empty()) kernels->add(w.v_bias.data() + static_cast<size_t>(kv_head) * head_dim_, hd, value);
-            if (!w.k_norm.empty()) kernels->rmsnorm(key, w.k_norm.data(), desc.norm_eps, hd, key);
-            rotate(key, cache.position(slot + i));
-            for (int k = 0; k < head_dim_; ++k) {
-                keys[(static_cast<size_t>(column) / kPanel * head_dim_ + k) * kPanel + i] = key[k];
-                values[static_cast<size_t>(k / kPanel) * window.width * kPanel +
-                       static_cast<size_t>(column + i) * kPanel + k % kPanel] = value[k];
-            }
-        }
+// The last task of a split job folds what all of them found.
+void tl_model::fold_partials(const Call& call, const Plan& plan, const AttentionJob& job, int kv_head, int id) {
+    const tl_cache& cache = *call.caches[job.cache];
+    const int heads = desc.n_heads / desc.n_kv_heads;
+    const size_t ldp = partial_floats(head_dim_);
+    const float* partials =
+        partials_.as<float>() + (job.partials + static_cast<size_t>(kv_head) * job.spans * job.queries) * ldp;
+    float* const sum = spaces_[id].sums;
+    plan.attention.countdowns[job.countdowns + kv_head] = job.parts;  // for the next layer
+    for (int r = 0; r < job.queries; ++r) {
+        const Seen seen = seen_by(call.rows[plan.rows[job.first_row + (job.first_query + r) / heads]], cache);
+        clear_sums(1, sum);
+        for (int s = seen.first / kSpan; s <= (seen.last - 1) / kSpan; ++s)
+            kernels->fold(partials + (static_cast<size_t>(s - job.first_span) * job.queries + r) * ldp, head_dim_, sum);
+        kernels->finish_attention(sum, head_dim_, attended_of(job, kv_head, r));
+    }
+}
+
+void tl_model::clear_sums(int count, float* sums) const {
+    const size_t ldp = partial_floats(head_dim_);
+    std::memset(sums, 0, count * ldp * sizeof(float));
+    for (int r = 0; r < count; ++r) sums[r * ldp + head_dim_] = kNoScore;
+}
+
+float* tl_model::attended_of(const AttentionJob& job, int kv_head, int query) const {
+    const int heads = desc.n_heads / desc.n_kv_heads, number = job.first_query + query;
+    return attended_.as<float>() + static_cast<size_t>(job.first_row + number / heads) * lda_ +
+           static_cast<size_t>(kv_head * heads + number % heads) * head_dim_;
+}
+
+void tl_model::take_queries(const AttentionJob& job, const tl_cache& cache, int kv_head, int id) {
+    AttentionSpace& space = spaces_[id];
+    const int heads = desc.n_heads / desc.n_kv_heads;
+    const float factor = 1.0f / std::sqrt(static_cast<float>(desc.head_dim));
+    for (int r = 0; r < job.queries; ++r) {
+        const int number = job.first_query + r;
+        float* q = space.q + static_cast<size_t>(r) * head_dim_;
+        std::memcpy(q,
+                    qkv_.as<float>() + static_cast<size_t>(job.first_row + number / heads) * ldq_ +
+                        static_cast<size_t>(kv_head * heads + number % heads) * head_dim_,
+                    head_dim_ * sizeof(float));
+        kernels->scale(q, head_dim_, factor);
+        if (cache.quantized())
+            kernels->round_queries(q, head_dim_, space.q_int + static_cast<size_t>(r) * head_dim_, space.q_step + r);
+    }
+}
+
+// The panels of 256 slots from `first` on, those that hold slots seen.first .. seen.last - 1 of them.
+Span tl_model::span_of(const tl_cache& cache, int visit, int kv_head, int first, Seen seen, int id) const {
+    Span span;
+    span.head_dim = head_dim_;
+    const AttentionSpace& space = spaces_[id];
+    if (cache.holds_inputs()) {  // what project_inputs writes
+        span.dtype = TL_F32;
+        span.value_slot = 2 * static_cast<size_t>(head_dim_);
+        span.value_panel = kPanel;
+        for (int p = 0; p < kSpanPanels; ++p)
+            span.panels[p] = {reinterpret_cast<char*>(space.projected + static_cast<size_t>(p) * kPanel * head_dim_),
+                              reinterpret_cast<char*>(space.heads + p * kPanel * span.value_slot + head_dim_)};
+        return span;
+    }
+    span.dtype = cache.dtype();
+    span.value_slot = cache.quantized() ? 2 * kPanel : kPanel;
+    span.value_panel = kPanel * kPanel;
+    for (int p = seen.first / kPanel; p * kPanel < seen.last; ++p)
+        span.panels[p] = cache.panel(visit, kv_head, first + p * kPanel);
+    return span;
+}
+
+// Copies slots[seen.first .. seen.last) side by side, from a panel's first slot on, and lets the span's panels point to
+// the copies. What fills up the last panel is zero: no row sees it, but it is multiplied.
+void tl_model::gather(const tl_cache& cache, int visit, int kv_head, const int32_t* slots, Seen seen, Span& span,
+                      int id) {
+    const size_t side = static_cast<size_t>(head_dim_) * kPanel * cached_bytes(cache.dtype());
+    const size_t panel_bytes = 2 * side + 2 * kPanel * sizeof(float);
+    for (int i = seen.first; i < seen.last; ++i) {
+        char* const at = spaces_[id].gathered + static_cast<size_t>((i - seen.first) / kPanel) * panel_bytes;
+        float* const scales = reinterpret_cast<float*>(at + 2 * side);
+        const SlotPanel to{at, at + side, scales, scales + kPanel};
+        if (i % kPanel == 0) std::memset(at, 0, panel_bytes);
+        copy_slot(cache.dtype(), head_dim_, cache.panel(visit, kv_head, slots[i]), slots[i] % kPanel, to, i % kPanel);
+        span.panels[i / kPanel] = to;
     }
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "slot_panel.h"
 
 using namespace tinyloop::cpu;
 
@@ -59,9 +60,11 @@ uint64_t tl_cache::bytes(const tl_model_desc& desc, const tl_cache_desc& shape, 
     return total > (uint64_t{1} << 62) ? uint64_t{1} << 62 : static_cast<uint64_t>(total);
 }
 
+size_t tl_cache::head_bytes() const { return static_cast<size_t>(capacity) * head_dim * cached_bytes(dtype()); }
+
 char* tl_cache::keys(int visit, int kv_head) const {
-    const size_t head_bytes = 2 * static_cast<size_t>(capacity) * head_dim * element_bytes();
-    return storage.as<char>() + static_cast<size_t>(visit) * visit_bytes + static_cast<size_t>(kv_head) * head_bytes;
+    return storage.as<char>() + static_cast<size_t>(visit) * visit_bytes +
+           2 * static_cast<size_t>(kv_head) * head_bytes();
 }
 
 float* tl_cache::key_scales(int visit, int kv_head) const {
@@ -69,27 +72,37 @@ float* tl_cache::key_scales(int visit, int kv_head) const {
     return reinterpret_cast<float*>(after_heads) + 2 * static_cast<size_t>(kv_head) * capacity;
 }
 
+SlotPanel tl_cache::panel(int visit, int kv_head, int slot) const {
+    const size_t first = static_cast<size_t>(at(slot) / kPanel * kPanel);
+    char* const panel_keys = keys(visit, kv_head) + first * head_dim * cached_bytes(dtype());
+    if (!quantized()) return {panel_keys, panel_keys + head_bytes()};
+    float* const scales = key_scales(visit, kv_head) + first;
+    return {panel_keys, panel_keys + head_bytes(), scales, scales + capacity};
+}
+
 void tl_cache::append_key(int visit, int kv_head, int slot, const float* key, const Kernels& kernels) const {
-    const size_t s = static_cast<size_t>(at(slot));
-    const size_t offset = s / kPanel * head_dim * kPanel + s % kPanel;
-    if (quantized())
-        key_scales(visit, kv_head)[s] =
-            quantize_int8(key, head_dim, reinterpret_cast<int8_t*>(keys(visit, kv_head)) + offset, kPanel);
-    else
-        kernels.store_fp16(key, head_dim, reinterpret_cast<uint16_t*>(keys(visit, kv_head)) + offset, kPanel);
+    const SlotPanel to = panel(visit, kv_head, slot);
+    const int s = slot % kPanel;
+    if (!quantized()) {
+        kernels.store_fp16(key, head_dim, reinterpret_cast<uint16_t*>(to.keys) + key_at(TL_F16, s, 0), kPanel);
+        return;
+    }
+    int8_t small[1024];
+    to.key_scales[s] = kernels.store_int8(key, head_dim, small);
+    for (int k = 0; k < head_dim; k += 2) std::memcpy(to.keys + key_at(kInt8, s, k), small + k, 2);
 }
 
 void tl_cache::append_value(int visit, int kv_head, int slot, const float* value, const Kernels& kernels) const {
-    const size_t s = static_cast<size_t>(at(slot));
-    int8_t small[1024];
-    if (quantized()) value_scales(visit, kv_head)[s] = quantize_int8(value, head_dim, small, 1);
-    for (int k = 0; k < head_dim; k += kPanel) {
-        const size_t offset = static_cast<size_t>(k) * capacity + s * kPanel;
-        if (quantized())
-            std::memcpy(values(visit, kv_head) + offset, small + k, kPanel);
-        else
-            kernels.store_fp16(value + k, kPanel, reinterpret_cast<uint16_t*>(values(visit, kv_head)) + offset, 1);
+    const SlotPanel to = panel(visit, kv_head, slot);
+    const int s = slot % kPanel;
+    if (!quantized()) {
+        for (int k = 0; k < head_dim; k += kPanel)
+            kernels.store_fp16(value + k, kPanel, reinterpret_cast<uint16_t*>(to.values) + value_at(TL_F16, s, k), 1);
+        return;
     }
+    int8_t small[1024];
+    to.value_scales[s] = kernels.store_int8(value, head_dim, small);
+    for (int k = 0; k < head_dim; ++k) to.values[value_at(kInt8, s, k)] = small[k];
 }
 
 void tl_cache::append_input(int visit, int slot, int position_, const float* x) const {
@@ -109,16 +122,14 @@ void tl_cache::copy_from(const tl_cache& other, int slots, int loops) {
                         other.data() + static_cast<size_t>(visit) * other.visit_bytes, count * input_bytes);
             continue;
         }
-        const size_t size = element_bytes();
+        const size_t bytes = count * head_dim * cached_bytes(dtype());
         for (int head = 0; head < n_kv_heads; ++head) {
-            std::memcpy(keys(visit, head), other.keys(visit, head), count * head_dim * size);
-            for (int k = 0; k < head_dim; k += kPanel)
-                std::memcpy(values(visit, head) + static_cast<size_t>(k) * capacity * size,
-                            other.values(visit, head) + static_cast<size_t>(k) * other.capacity * size,
-                            count * kPanel * size);
+            const SlotPanel to = panel(visit, head, 0), from = other.panel(visit, head, 0);
+            std::memcpy(to.keys, from.keys, bytes);
+            std::memcpy(to.values, from.values, bytes);
             if (!quantized()) continue;
-            std::memcpy(key_scales(visit, head), other.key_scales(visit, head), count * sizeof(float));
-            std::memcpy(value_scales(visit, head), other.value_scales(visit, head), count * sizeof(float));
+            std::memcpy(to.key_scales, from.key_scales, count * sizeof(float));
+            std::memcpy(to.value_scales, from.value_scales, count * sizeof(float));
         }
     }
     if (holds_inputs()) std::memcpy(positions.as<char>(), other.positions.as<char>(), count * sizeof(int32_t));
@@ -137,21 +148,9 @@ void tl_cache::copy_slot(int to_visit, int to_slot, int from_visit, int from_slo
         std::memcpy(input(to_visit, to_slot), input(from_visit, from_slot), input_bytes);
         return;
     }
-    const size_t size = element_bytes(), to = static_cast<size_t>(at(to_slot)),
-                 from = static_cast<size_t>(at(from_slot));
-    for (int head = 0; head < n_kv_heads; ++head) {
-        char *to_keys = keys(to_visit, head), *from_keys = keys(from_visit, head);
-        for (int k = 0; k < head_dim; ++k)
-            std::memcpy(to_keys + ((to / kPanel * head_dim + k) * kPanel + to % kPanel) * size,
-                        from_keys + ((from / kPanel * head_dim + k) * kPanel + from % kPanel) * size, size);
-        for (int k = 0; k < head_dim; k += kPanel)
-            std::memcpy(values(to_visit, head) + (static_cast<size_t>(k) * capacity + to * kPanel) * size,
-                        values(from_visit, head) + (static_cast<size_t>(k) * capacity + from * kPanel) * size,
-                        kPanel * size);
-        if (!quantized()) continue;
-        key_scales(to_visit, head)[to] = key_scales(from_visit, head)[from];
-        value_scales(to_visit, head)[to] = value_scales(from_visit, head)[from];
-    }
+    for (int head = 0; head < n_kv_heads; ++head)
+        tinyloop::cpu::copy_slot(dtype(), head_dim, panel(from_visit, head, from_slot), from_slot % kPanel,
+                                 panel(to_visit, head, to_slot), to_slot % kPanel);
 }
 
 tl_states::tl_states(int count, int stride_)

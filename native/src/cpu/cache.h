@@ -1,10 +1,10 @@
 // One lane's cache: what each layer visit stored of each slot. Knows the layouts; computes no attention.
 //
 // Layer visits are numbered: prelude layers, coda layers, then (loop, core layer), so that a cache of more loops starts
-// like one of fewer. Key/value modes hold, per visit and key head, keys in panels of 16 slots [slots/16][head_dim][16]
-// and values in panels of 16 dimensions [head_dim/16][slots][16]; int8 adds a scale per slot for each. The "h" modes
-// hold the layer's normed input of each slot (quantize.h) and each slot's position, for the rotary embedding when it is
-// projected. With a window the slots are a ring: slot s lives at s modulo the capacity, which is a multiple of 16.
+// like one of fewer. Key/value modes hold, per visit and key head, all panels of keys and then all panels of values (16
+// slots each, spans.h); int8 adds a scale per slot for each. The "h" modes hold the layer's normed input of each slot
+// (quantize.h) and each slot's position, for the rotary embedding when it is projected. With a window the slots are a
+// ring: slot s lives at s modulo the capacity, which is a multiple of 16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,16 +24,15 @@ struct tl_cache {
     // The first slot that a row at `slot` may see.
     int first_seen(int slot) const { return window && slot >= window ? slot - window + 1 : 0; }
 
-    char* keys(int visit, int kv_head) const;
-    char* values(int visit, int kv_head) const {
-        return keys(visit, kv_head) + static_cast<size_t>(capacity) * head_dim * element_bytes();
-    }
-    float* key_scales(int visit, int kv_head) const;  // (capacity), int8 only
-    float* value_scales(int visit, int kv_head) const { return key_scales(visit, kv_head) + capacity; }
+    int dtype() const { return quantized() ? tinyloop::cpu::kInt8 : static_cast<int>(TL_F16); }  // of keys and values
+    // The panel that holds `slot`.
+    tinyloop::cpu::SlotPanel panel(int visit, int kv_head, int slot) const;
     uint8_t* input(int visit, int slot) const {
         return data() + visit * visit_bytes + static_cast<size_t>(at(slot)) * input_bytes;
     }
     int32_t& position(int slot) const { return positions.as<int32_t>()[at(slot)]; }
+
+    tinyloop::cpu::Stored stored() const;  // in the "h" modes
 
     void append_key(int visit, int kv_head, int slot, const float* key, const tinyloop::cpu::Kernels& kernels) const;
     void append_value(int visit, int kv_head, int slot, const float* value,
@@ -57,9 +56,10 @@ struct tl_cache {
     tinyloop::cpu::Buffer storage, positions;
 
   private:
-    size_t element_bytes() const { return quantized() ? 1 : 2; }
+    size_t head_bytes() const;  // of all panels of one key head's keys, or values
+    char* keys(int visit, int kv_head) const;
+    float* key_scales(int visit, int kv_head) const;  // (capacity), then the values'; int8 only
     uint8_t* data() const { return storage.as<uint8_t>(); }
-    tinyloop::cpu::Stored stored() const;
     void copy_slot(int to_visit, int to_slot, int from_visit, int from_slot) const;
 };
 

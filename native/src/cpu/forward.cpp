@@ -63,9 +63,8 @@ tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
     const int most_rows = std::max({max_rows_, kHeadRows, d.n_heads / d.n_kv_heads});
     for (int i = 0; i < options.threads; ++i) scratch_.emplace_back(sizeof(float) * kPanel * (256 + most_rows));
     if (integers_)
-        for (int i = 0; i < options.threads; ++i) stored_rows_.emplace_back(kPanel, d.d_model);
-    scores_.resize(options.threads);
-    projected_.resize(options.threads);
+        for (int i = 0; i < options.threads; ++i) stored_rows_.emplace_back(AttentionSpace::kProjectedSlots, d.d_model);
+    spaces_.resize(options.threads);
 }
 
 tl_model::Desk tl_model::desk(int rows) const {
@@ -85,9 +84,8 @@ uint64_t tl_model::bytes() const {
     for (const Desk& d : desks_) total += d.bytes();
     for (const Buffer& b : scratch_) total += b.bytes();
     for (const QuantizedRows& rows : stored_rows_) total += rows.bytes();
-    for (const auto* buffers : {&scores_, &projected_})
-        for (const Buffer& b : *buffers) total += b.bytes();
-    return total;
+    for (const AttentionSpace& space : spaces_) total += space.bytes();
+    return total + partials_.bytes();
 }
 
 void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row* rows, int n_rows, float* logits,
@@ -99,9 +97,10 @@ void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row*
     call.rows = rows;
     call.n_rows = n_rows;
     call.logits = logits;
-    int steps_needed = 0;
+    int steps_needed = 0, positions = 0;
     for (int i = 0; i < n_rows; ++i) {
         steps_needed = std::max(steps_needed, rows[i].loop_end - rows[i].loop_begin);
+        positions = std::max(positions, rows[i].position + 1);
         call.adaptive = call.adaptive || rows[i].exit_threshold > 0;
         call.appends_kv = call.appends_kv || !caches[rows[i].cache]->holds_inputs();
         call.loops_run.push_back(rows[i].loop_end);
@@ -114,6 +113,7 @@ void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row*
             plan(call, step, [step](const tl_row& r, int) { return r.loop_begin + step < r.loop_end; }));
     call.coda = plan(call, 0, [](const tl_row& r, int) { return (r.flags & (TL_ROW_CODA | TL_ROW_LOGITS)) != 0; });
     call.head = plan(call, 0, [](const tl_row& r, int) { return (r.flags & TL_ROW_LOGITS) != 0; });
+    reserve_angles(positions);
     reserve_attention(call);
     pool_.run([&](int id) { work(call, id); });
     if (loops_run) std::copy(call.loops_run.begin(), call.loops_run.end(), loops_run);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "activations.h"
+#include "attention.h"
 #include "cache.h"
 #include "kernels.h"
 #include "memory.h"
@@ -17,9 +18,8 @@
 
 namespace tinyloop::cpu {
 
-inline constexpr int kScoreRows = 32;  // (row, query head) pairs that one attention task handles
-inline constexpr int kFewRows = 4;     // up to so many, every thread norms all rows itself: cheaper than a barrier
-inline constexpr int kOwnRows = 24;    // from so many rows a thread on, rows are shared out, not panels
+inline constexpr int kFewRows = 4;    // up to so many, every thread norms all rows itself: cheaper than a barrier
+inline constexpr int kOwnRows = 24;   // from so many rows a thread on, rows are shared out, not panels
 inline constexpr int kPartRows = 96;  // most rows that a thread takes at once: what products read of them stays near L2
 
 struct Share {
@@ -46,13 +46,10 @@ struct tl_model {
     std::atomic<uint64_t> steps{0};
 
   private:
-    struct Group {  // consecutive rows of one plan with the same cache and loop: they read the same keys
-        int begin, count;
-    };
     struct Plan {                    // the rows that run a stack of layers together
         std::vector<int32_t> rows;   // row numbers of the call
         std::vector<int32_t> loops;  // per row: the core iteration, 0 elsewhere
-        std::vector<Group> groups;
+        tinyloop::cpu::AttentionTasks attention;
     };
     struct Part {  // the rows of a plan that a phase handles at once
         int first, count;
@@ -87,7 +84,7 @@ struct tl_model {
     };
 
     template <class Wanted>
-    Plan plan(const Call& call, int step, Wanted wanted) const;
+    Plan plan(const Call& call, int step, Wanted wanted);
     void work(Call& call, int id);
     void embed(const Call& call, int id);
     void begin_core(const Call& call, int id);
@@ -130,17 +127,30 @@ struct tl_model {
     void save_states(const Call& call, int id);
     void head(const Call& call, int id);
 
-    // attention.cpp
-    struct Window;
-    void attention(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, Visits visits, int id);
-    void attend(const Call& call, const Plan& plan, const Group& group, const tinyloop::cpu::LayerWeights& w, int visit,
-                int kv_head, int id);
-    void project_inputs(const tl_cache& cache, const Window& window, const tinyloop::cpu::LayerWeights& w, int visit,
-                        int kv_head, int id);
-    float soften(const tl_cache& cache, const Window& window, const tl_row& row, int visit, int kv_head,
-                 float* scores) const;
-    void rotate(float* head, int position) const;
+    // attention_tasks.cpp
+    void share_attention(const Call& call, Plan& plan);
     void reserve_attention(const Call& call);
+
+    // attention.cpp
+    void attention(const Call& call, const Plan& plan, const tinyloop::cpu::LayerWeights& w, Visits visits, int id);
+    void attend(const Call& call, const Plan& plan, const tinyloop::cpu::AttentionTask& task,
+                const tinyloop::cpu::LayerWeights& w, int visit, int kv_head, int id);
+    void fold_partials(const Call& call, const Plan& plan, const tinyloop::cpu::AttentionJob& job, int kv_head, int id);
+    void take_queries(const tinyloop::cpu::AttentionJob& job, const tl_cache& cache, int kv_head, int id);
+    void clear_sums(int count, float* sums) const;
+    float* attended_of(const tinyloop::cpu::AttentionJob& job, int kv_head, int query) const;
+    tinyloop::cpu::Span span_of(const tl_cache& cache, int visit, int kv_head, int first, tinyloop::cpu::Seen seen,
+                                int id) const;
+    void gather(const tl_cache& cache, int visit, int kv_head, const int32_t* slots, tinyloop::cpu::Seen seen,
+                tinyloop::cpu::Span& span, int id);
+
+    // stored_inputs.cpp
+    void project_inputs(const tl_cache& cache, const tinyloop::cpu::LayerWeights& w, int visit, int kv_head,
+                        const int32_t* slots, tinyloop::cpu::Seen seen, int id);
+
+    // rotary.cpp
+    void reserve_angles(int positions);
+    void rotate(float* head, int position) const;
 
     tinyloop::cpu::Pool pool_;
     tinyloop::cpu::Weights weights_;
@@ -153,31 +163,21 @@ struct tl_model {
     std::atomic<int> next_part_[2] = {0, 0};                 // of this phase of parts and of the next one
     std::vector<float> angles_;                              // (positions so far, head_dim / 2) pairs of cos, sin
     std::vector<tinyloop::cpu::Buffer> scratch_;             // per thread, for products
-    std::vector<tinyloop::cpu::Buffer> scores_;              // per thread, (kScoreRows, longest cache)
-    std::vector<tinyloop::cpu::QuantizedRows> stored_rows_;  // per thread, 16 of a cache that holds inputs
-    std::vector<tinyloop::cpu::Buffer>
-        projected_;  // per thread, keys and values of one head, for caches that hold inputs
+    std::vector<tinyloop::cpu::AttentionSpace> spaces_;      // per thread
+    std::vector<tinyloop::cpu::QuantizedRows> stored_rows_;  // per thread, of a cache that holds inputs
+    tinyloop::cpu::Buffer partials_;                         // of attention jobs in parts
 };
 
 // The rows of a call that `wanted(row, number)` picks, at their loop of `step`.
 template <class Wanted>
-tl_model::Plan tl_model::plan(const Call& call, int step, Wanted wanted) const {
-    const int most = std::max(1, tinyloop::cpu::kScoreRows / (desc.n_heads / desc.n_kv_heads));
+tl_model::Plan tl_model::plan(const Call& call, int step, Wanted wanted) {
     Plan out;
     for (int i = 0; i < call.n_rows; ++i) {
-        const tl_row& row = call.rows[i];
-        if (!wanted(row, i)) continue;
-        const int loop = row.loop_begin + step;
-        const int at = static_cast<int>(out.rows.size());
-        const bool joins = at > 0 && call.rows[out.rows.back()].cache == row.cache && out.loops.back() == loop &&
-                           out.groups.back().count < most;
-        if (joins)
-            ++out.groups.back().count;
-        else
-            out.groups.push_back({at, 1});
+        if (!wanted(call.rows[i], i)) continue;
         out.rows.push_back(i);
-        out.loops.push_back(loop);
+        out.loops.push_back(call.rows[i].loop_begin + step);
     }
+    share_attention(call, out);
     return out;
 }
 

@@ -5,11 +5,12 @@
 // many rows, panels or threads there are, or how wide the registers are.
 //
 // Layout: a matrix (outputs, inputs) is stored in panels of 16 outputs, [outputs/16][inputs][16], the last panel padded
-// with zeros. One layout serves one row and many; keys (16 positions a panel) and values (16 dimensions a panel) of the
-// cache use it too, so attention is two calls of the same product.
+// with zeros. One layout serves one row and many. Attention's layouts are in spans.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+
+#include "spans.h"
 
 namespace tinyloop::cpu {
 
@@ -19,15 +20,14 @@ inline constexpr int kGroupBytes = kGroup * kPanel / 2 + kPanel * 2;  // of a pa
 inline constexpr int pad16(int n) { return (n + 15) & ~15; }
 inline constexpr int pad32(int n) { return (n + 31) & ~31; }
 
-// Beside tl_dtype. kInt8 is what an int8 cache holds: plain panels, read as floats. The other two are weights that are
-// multiplied as integers.
+// Beside tl_dtype: kInt8 is what an int8 cache holds. The other two are its integer weights.
 inline constexpr int kInt8 = 3, kInt8Weights = 4, kInt4Weights = 5;
 
-enum class Put { store, add, go_on };  // c = sum; c += sum; c is where the sum starts
+enum class Put { store, add };  // c = sum; c += sum
 
 struct Panels {
     const void* data;       // first panel
-    int dtype;              // tl_dtype, kInt8, kInt8Weights or kInt4Weights
+    int dtype;              // tl_dtype
     int inputs;             // k: how many of the stored inputs are used; of integer weights all, a multiple of 32
     size_t panel_elements;  // distance between panels, in elements; in bytes for integer weights
 };
@@ -58,14 +58,22 @@ struct Kernels {
     void (*add)(const float* x, int n, float* y);
     // gate = silu(gate) * up
     void (*swiglu)(float* gate, const float* up, int n);
-    // Softmax numerators of scores[begin..n) * scale in place; the others of scores[0..padded) become 0. Returns the
-    // sum.
-    float (*softmax)(float* scores, int begin, int n, int padded, float scale);
     float (*dot)(const float* a, const float* b, int n);
     void (*scale)(float* x, int n, float factor);
 
     // n elements at stride `stride` (elements), clamped to the finite fp16 range, rounded to nearest even.
     void (*store_fp16)(const float* x, int n, uint16_t* out, size_t stride);
+    // out[i] = round(x[i] / scale), n a multiple of 16; returns scale = max|x| / 127 (0 when all are 0).
+    float (*store_int8)(const float* x, int n, int8_t* out);
+
+    // Attention, see spans.h. A query rounded to 15 bits: q = out * step.
+    void (*round_queries)(const float* q, int n, int16_t* out, float* step);
+    // The rows' partial results of one span.
+    void (*attend)(const Span& span, const AttendRows& rows);
+    // Folds a partial result into a row's sum; folding starts at empty_partial.
+    void (*fold)(const float* partial, int head_dim, float* sum);
+    // out = the sum of values over the sum of weights.
+    void (*finish_attention)(const float* sum, int head_dim, float* out);
 
     // n elements of a tl_dtype, exactly.
     void (*to_floats)(const void* from, int dtype, int n, float* to);

@@ -5,6 +5,8 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 
+#include <type_traits>
+
 namespace tinyloop::cpu {
 namespace {
 
@@ -26,11 +28,6 @@ struct V {
     template <int kDtype>
     static V load_as(const char* from) {
         if constexpr (kDtype == TL_F32) return load(reinterpret_cast<const float*>(from));
-        if constexpr (kDtype == kInt8) {
-            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-            return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-                    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
-        }
         if constexpr (kDtype == TL_BF16) {  // as pairs: the even ones first, then the odd ones
             const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
             const int32_t* mask = kUpper;
@@ -47,16 +44,24 @@ struct V {
         const __m256 first = _mm256_unpacklo_ps(low, high), second = _mm256_unpackhi_ps(low, high);
         return {_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31)};
     }
-    template <int kDtype>
-    V from_order() const {
-        if constexpr (kDtype != TL_BF16) return *this;
-        const __m256 even = _mm256_shuffle_ps(low, high, 0x88), odd = _mm256_shuffle_ps(low, high, 0xDD);
-        const auto middle = [](__m256 x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xD8)); };
-        return {middle(even), middle(odd)};
-    }
     void store_half(uint16_t* to) const {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), half(low));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + 1, half(high));
+    }
+    // The low bits of each element's representation.
+    void store_low16(int16_t* to) const {
+        const __m256i mask = _mm256_set1_epi32(0xFFFF);
+        const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(_mm256_castps_si256(low), mask),
+                                                   _mm256_and_si256(_mm256_castps_si256(high), mask));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xD8));
+    }
+    void store_low8(int8_t* to) const {
+        const __m256i mask = _mm256_set1_epi32(0xFF);
+        const __m256i words = _mm256_packus_epi32(_mm256_and_si256(_mm256_castps_si256(low), mask),
+                                                  _mm256_and_si256(_mm256_castps_si256(high), mask));
+        const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xD8);
+        const __m128i pairs = _mm256_castsi256_si128(bytes);  // 0-3 8-11 4-7 12-15
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi32(pairs, 0xD8));
     }
     static __m128i half(__m256 x) {
         const __m256 clamped = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-65504.0f)), _mm256_set1_ps(65504.0f));
@@ -179,10 +184,62 @@ void group_offsets(const int8_t* q, int16_t* offsets) {
     __builtin_memcpy(offsets, &both, 4);
 }
 
+float sum_of_lanes(V v) {  // the tree of kernels_impl.h
+    const __m256 eight = _mm256_add_ps(v.low, v.high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+float highest_lane(V v) {
+    const __m256 eight = _mm256_max_ps(v.low, v.high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+struct Pairs {
+    __m256i low, high;
+
+    static Pairs load(const char* from) {
+        return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)),
+                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + 1)};
+    }
+    static Pairs widen(const char* from) {
+        return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
+                _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + 1))};
+    }
+    static Pairs set1(const int16_t* pair) {
+        int32_t both;
+        __builtin_memcpy(&both, pair, sizeof both);
+        return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)};
+    }
+    void store(char* to) const {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), low);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to) + 1, high);
+    }
+};
+
+struct PairSums {
+    __m256i low, high;
+
+    static PairSums zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+    V to_floats() const { return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}; }
+};
+PairSums add_products(PairSums sum, Pairs a, Pairs b) {
+    sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low));
+    // GCC would multiply for all rows before it adds anything, and run out of registers.
+    asm volatile("" : "+x"(sum.low));
+    sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high));
+    asm volatile("" : "+x"(sum.high));
+    return sum;
+}
+
 #include "kernels_impl.h"
 
-constexpr Kernels kTable = {"avx2", product, rmsnorm,    add,       swiglu,  softmax,
-                            dot,    scale,   store_fp16, to_floats, quantize};
+#include "attention_impl.h"
+
+constexpr Kernels kTable = {"avx2",     product,       rmsnorm, add,  swiglu,           dot,       scale,   store_fp16,
+                            store_int8, round_queries, attend,  fold, finish_attention, to_floats, quantize};
 
 }  // namespace
 

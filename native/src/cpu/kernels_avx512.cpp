@@ -8,6 +8,8 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 
+#include <type_traits>
+
 namespace tinyloop::cpu {
 namespace {
 
@@ -24,8 +26,6 @@ struct V {
     template <int kDtype>
     static V load_as(const char* from) {
         if constexpr (kDtype == TL_F32) return load(reinterpret_cast<const float*>(from));
-        if constexpr (kDtype == kInt8)
-            return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
         if constexpr (kDtype == TL_F16) return {_mm512_cvtph_ps(raw)};
         return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
@@ -34,14 +34,17 @@ struct V {
     V to_order() const {
         return *this;
     }
-    template <int>
-    V from_order() const {
-        return *this;
-    }
     void store_half(uint16_t* to) const {
         const __m512 clamped = _mm512_min_ps(_mm512_max_ps(all, _mm512_set1_ps(-65504.0f)), _mm512_set1_ps(65504.0f));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
                             _mm512_cvtps_ph(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    // The low bits of each element's representation.
+    void store_low16(int16_t* to) const {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_castps_si512(all)));
+    }
+    void store_low8(int8_t* to) const {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_castps_si512(all)));
     }
 };
 
@@ -132,10 +135,50 @@ void group_offsets(const int8_t* q, int16_t* offsets) {
     __builtin_memcpy(offsets, &both, 4);
 }
 
+float sum_of_lanes(V v) {  // the tree of kernels_impl.h
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v.all), _mm512_extractf32x8_ps(v.all, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+float highest_lane(V v) {
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(v.all), _mm512_extractf32x8_ps(v.all, 1));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+struct Pairs {
+    __m512i all;
+
+    static Pairs load(const char* from) { return {_mm512_loadu_si512(from)}; }
+    static Pairs widen(const char* from) {
+        return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+    }
+    static Pairs set1(const int16_t* pair) {
+        int32_t both;
+        __builtin_memcpy(&both, pair, sizeof both);
+        return {_mm512_set1_epi32(both)};
+    }
+    void store(char* to) const { _mm512_storeu_si512(to, all); }
+};
+
+struct PairSums {
+    __m512i all;
+
+    static PairSums zero() { return {_mm512_setzero_si512()}; }
+    V to_floats() const { return {_mm512_cvtepi32_ps(all)}; }
+};
+PairSums add_products(PairSums sum, Pairs a, Pairs b) {
+    return {_mm512_add_epi32(sum.all, _mm512_madd_epi16(a.all, b.all))};
+}
+
 #include "kernels_impl.h"
 
-constexpr Kernels kTable = {"avx512", product, rmsnorm,    add,       swiglu,  softmax,
-                            dot,      scale,   store_fp16, to_floats, quantize};
+#include "attention_impl.h"
+
+constexpr Kernels kTable = {"avx512",   product,       rmsnorm, add,  swiglu,           dot,       scale,   store_fp16,
+                            store_int8, round_queries, attend,  fold, finish_attention, to_floats, quantize};
 
 }  // namespace
 

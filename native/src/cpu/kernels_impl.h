@@ -4,7 +4,7 @@
 //
 // V needs: zero, set1, load, store, fma(a, b, c) = a * b + c fused, +, -, *, /, max, select_ge(x, bound) (x where
 // x >= bound else 0), pow2_scale(p, t), store_half, load_as<dtype> (16 weights, in whatever order is cheapest) with
-// to_order<dtype> and from_order<dtype> (between the outputs' order and that one). kTileRows = the most rows of a tile;
+// to_order<dtype> (from that order to the outputs'). kTileRows = the most rows of a tile;
 // kAccumulators = sums that fit the registers beside the weights and the activations.
 
 constexpr size_t kBlock =
@@ -13,7 +13,7 @@ constexpr int kAhead = 2048;  // bytes that weights are fetched ahead; less leav
 
 template <int kDtype>
 constexpr size_t element_bytes() {
-    return kDtype == TL_F32 ? 4 : kDtype == kInt8 ? 1 : 2;
+    return kDtype == TL_F32 ? 4 : 2;
 }
 
 // How many panels a tile of `rows` takes. Few rows need several, so that enough sums are under way to hide the latency
@@ -77,7 +77,6 @@ struct Out {
         float* to = at(m, panel);
         (mode == Put::add ? V::load(to) + sum : sum).store(to);
     }
-    V start(int m, int panel) const { return mode == Put::go_on ? V::load(at(m, panel)) : V::zero(); }
 };
 
 template <int kDtype, int kRows, int kPanels>
@@ -86,7 +85,7 @@ void tile_of(const Panels& w, const float* a, int lda, const Out& out, int m0, i
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-        for (int p = 0; p < kPanels; ++p) sum[m][p] = out.start(m0 + m, panel + p).template from_order<kDtype>();
+        for (int p = 0; p < kPanels; ++p) sum[m][p] = V::zero();
     const size_t panel_bytes = w.panel_elements * element_bytes<kDtype>();
     tile<kDtype, kRows, kPanels>(static_cast<const char*>(w.data) + panel * panel_bytes, panel_bytes,
                                  a + static_cast<size_t>(m0) * lda, lda, w.inputs, sum);
@@ -140,9 +139,6 @@ void product(const Panels& w, const Activations& a, int n_rows, float* c, int ld
     switch (w.dtype) {
         case TL_F16:
             product_as<TL_F16>(w, a.x, a.ldx, n_rows, out, begin, end);
-            break;
-        case kInt8:
-            product_as<kInt8>(w, a.x, a.ldx, n_rows, out, begin, end);
             break;
         case TL_BF16:
             product_as<TL_BF16>(w, a.x, a.ldx, n_rows, out, begin, end);
@@ -212,26 +208,6 @@ void swiglu(float* gate, const float* up, int n) {
         const V sigmoid = select_negative(g, e, one) / (one + e);
         (g * sigmoid * V::load(up + i)).store(gate + i);
     }
-}
-
-float softmax(float* scores, int begin, int n, int padded, float factor) {
-    const V by = V::set1(factor);
-    const int first = begin / kPanel * kPanel, last = (n + kPanel - 1) / kPanel * kPanel;  // the panels that count
-    for (int i = first; i < begin; ++i) scores[i] = scores[begin];                         // neutral for the maximum
-    for (int i = n; i < last; ++i) scores[i] = scores[begin];
-    V top = V::load(scores + first) * by;
-    for (int i = first + kPanel; i < last; i += kPanel) top = max(top, V::load(scores + i) * by);
-    float lane[kPanel];
-    top.store(lane);
-    float best = lane[0];
-    for (float value : lane) best = value > best ? value : best;
-    const V highest = V::set1(best);
-    for (int i = first; i < last; i += kPanel) exp_negative(V::load(scores + i) * by - highest).store(scores + i);
-    for (int i = 0; i < begin; ++i) scores[i] = 0;
-    for (int i = n; i < padded; ++i) scores[i] = 0;
-    V sum = V::zero();
-    for (int i = first; i < last; i += kPanel) sum = sum + V::load(scores + i);
-    return tree_sum(sum);
 }
 
 float dot(const float* a, const float* b, int n) {

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #include "kernels.h"
 #include "tinyloop/backend.h"
@@ -30,11 +31,6 @@ struct V {
     template <int kDtype>
     static V load_as(const char* from) {
         if constexpr (kDtype == TL_F32) return load(reinterpret_cast<const float*>(from));
-        if constexpr (kDtype == kInt8) {
-            V v;
-            for (int j = 0; j < kPanel; ++j) v.lane[j] = static_cast<signed char>(from[j]);
-            return v;
-        }
         uint16_t raw[kPanel];
         std::memcpy(raw, from, sizeof raw);
         V v;
@@ -45,12 +41,20 @@ struct V {
     V to_order() const {
         return *this;
     }
-    template <int>
-    V from_order() const {
-        return *this;
-    }
     void store_half(uint16_t* to) const {
         for (int j = 0; j < kPanel; ++j) to[j] = float_to_half(lane[j]);
+    }
+    // The low bits of each element's representation.
+    void store_low16(int16_t* to) const {
+        for (int j = 0; j < kPanel; ++j) to[j] = static_cast<int16_t>(bits(j));
+    }
+    void store_low8(int8_t* to) const {
+        for (int j = 0; j < kPanel; ++j) to[j] = static_cast<int8_t>(bits(j));
+    }
+    uint32_t bits(int j) const {
+        uint32_t raw;
+        std::memcpy(&raw, &lane[j], sizeof raw);
+        return raw;
     }
 };
 
@@ -178,10 +182,60 @@ void group_offsets(const int8_t* q, int16_t* offsets) {
     for (int i = 0; i < 2; ++i) offsets[i] = static_cast<int16_t>(-8 * sum[i]);
 }
 
+template <class F>
+float tree(V v, F combine) {
+    for (int width = kPanel / 2; width > 0; width /= 2)
+        for (int j = 0; j < width; ++j) v.lane[j] = combine(v.lane[j], v.lane[j + width]);
+    return v.lane[0];
+}
+float sum_of_lanes(V v) {
+    return tree(v, [](float a, float b) { return a + b; });
+}
+float highest_lane(V v) {
+    return tree(v, [](float a, float b) { return a > b ? a : b; });
+}
+
+struct Pairs {
+    int16_t lane[2 * kPanel];
+
+    static Pairs load(const char* from) {
+        Pairs p;
+        std::memcpy(p.lane, from, sizeof p.lane);
+        return p;
+    }
+    static Pairs widen(const char* from) {
+        Pairs p;
+        for (int j = 0; j < 2 * kPanel; ++j) p.lane[j] = static_cast<signed char>(from[j]);
+        return p;
+    }
+    static Pairs set1(const int16_t* pair) {
+        Pairs p;
+        for (int j = 0; j < 2 * kPanel; ++j) p.lane[j] = pair[j % 2];
+        return p;
+    }
+    void store(char* to) const { std::memcpy(to, lane, sizeof lane); }
+};
+
+struct PairSums {
+    int32_t lane[kPanel];
+
+    static PairSums zero() { return {}; }
+    V to_floats() const {
+        return each([&](int j) { return static_cast<float>(lane[j]); });
+    }
+};
+PairSums add_products(PairSums sum, const Pairs& a, const Pairs& b) {
+    for (int j = 0; j < kPanel; ++j)
+        sum.lane[j] += a.lane[2 * j] * b.lane[2 * j] + a.lane[2 * j + 1] * b.lane[2 * j + 1];
+    return sum;
+}
+
 #include "kernels_impl.h"
 
-constexpr Kernels kTable = {"portable", product, rmsnorm,    add,       swiglu,  softmax,
-                            dot,        scale,   store_fp16, to_floats, quantize};
+#include "attention_impl.h"
+
+constexpr Kernels kTable = {"portable", product,       rmsnorm, add,  swiglu,           dot,       scale,   store_fp16,
+                            store_int8, round_queries, attend,  fold, finish_attention, to_floats, quantize};
 
 }  // namespace
 

@@ -23,13 +23,6 @@ int nearest(float x, float limit) {
 
 }  // namespace
 
-float quantize_int8(const float* x, int n, int8_t* out, size_t stride) {
-    const float scale = largest(x, n) / 127.0f;
-    for (int i = 0; i < n; ++i)
-        out[static_cast<size_t>(i) * stride] = static_cast<int8_t>(scale > 0 ? nearest(x[i] / scale, 127.0f) : 0);
-    return scale;
-}
-
 size_t stored_bytes(Stored kind, int n) {
     const size_t padded = static_cast<size_t>(pad32(n));
     switch (kind) {

@@ -1,4 +1,4 @@
-// Symmetric quantisation of one position's vectors. Compiled once for all SIMD levels, so the stored bits are the same.
+// Symmetric quantisation of stored inputs. Compiled once for all SIMD levels, so the stored bits are the same.
 // Quantisation never mixes positions.
 #pragma once
 #include <cstddef>
@@ -7,9 +7,6 @@
 #include "kernels.h"
 
 namespace tinyloop::cpu {
-
-// out[i * stride] = round(x[i] / scale), n elements; returns scale = max|x| / 127 (0 when all are 0).
-float quantize_int8(const float* x, int n, int8_t* out, size_t stride);
 
 // A stored input ("store-h"): n elements, then for int8 and int4 one fp16 scale per group of 32.
 enum class Stored { fp16, int8, int4 };
