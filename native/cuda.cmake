@@ -14,7 +14,8 @@ set(cuda_includes ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda ${CMAKE_CURRENT_SOURCE_DI
 
 # 1. The CUDA plug-in. A machine without a GPU has no use for it, and it takes a minute to compile.
 set(with_cuda OFF)
-if(TINYLOOP_CUDA STREQUAL "ON" OR (TINYLOOP_CUDA STREQUAL "AUTO" AND EXISTS /proc/driver/nvidia/version))
+if(TINYLOOP_CUDA STREQUAL "ON" OR (TINYLOOP_CUDA STREQUAL "AUTO" AND NOT TINYLOOP_SANITIZE AND
+                                    EXISTS /proc/driver/nvidia/version))
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
     if(TINYLOOP_CUDA STREQUAL "ON")
       set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90)  # 90 with PTX, for what comes after
@@ -41,7 +42,7 @@ if(with_cuda)
   set_target_properties(tinyloop_cuda PROPERTIES CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static
     CUDA_VISIBILITY_PRESET hidden CUDA_SEPARABLE_COMPILATION OFF)
   target_compile_options(tinyloop_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-fmad=false -Werror all-warnings \
--Xptxas -warn-spills,-warn-lmem-usage,-warn-double-usage -Xcompiler -Wall --threads 2>")
+-Xptxas -warn-spills,-warn-lmem-usage,-warn-double-usage -Xcompiler -Wall,-Wextra --threads 2>")
   target_link_options(tinyloop_cuda PRIVATE -Wl,--exclude-libs,ALL)
   if(SKBUILD)
     install(TARGETS tinyloop_cuda LIBRARY DESTINATION tinyloop_serve/native)

@@ -159,7 +159,7 @@ __device__ __forceinline__ void raise(Query& q, int first, int count, float* sco
     q.highest = top;
 }
 
-__global__ void __launch_bounds__(kAttentionThreads) attention(const __grid_constant__ Attention a) {
+__global__ void __launch_bounds__(kAttentionThreads, 5) attention(const __grid_constant__ Attention a) {
     const Shape& shape = a.shape;
     const int hd = shape.head_dim, tile = tile_of(hd), most = most_queries(hd);
     TL_DYNAMIC_SHARED(float, keys);
