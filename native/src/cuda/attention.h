@@ -8,10 +8,11 @@
 // rows share a block changes a sum.
 #pragma once
 #include "call.h"
+#include "reduce.h"
 
 namespace tinyloop::gpu {
 
-constexpr int kAttentionThreads = 128;
+constexpr int kAttentionThreads = kThreads / 2;
 constexpr int kSplit = 128;
 constexpr int kTileFloats = 2048;  // of keys, and of values, in shared memory
 constexpr int kMostQueries = 32;
