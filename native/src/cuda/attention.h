@@ -8,10 +8,11 @@
 // rows share a block changes a sum.
 #pragma once
 #include "call.h"
+#include "reduce.h"
 
 namespace tinyloop::gpu {
 
-constexpr int kAttentionThreads = 128;
+constexpr int kAttentionThreads = kThreads / 2;
 constexpr int kSplit = 128;
 constexpr int kTileFloats = 2048;  // of keys, and of values, in shared memory
 constexpr int kMostQueries = 32;
@@ -159,7 +160,7 @@ __device__ __forceinline__ void raise(Query& q, int first, int count, float* sco
     q.highest = top;
 }
 
-__global__ void __launch_bounds__(kAttentionThreads) attention(const __grid_constant__ Attention a) {
+__global__ void __launch_bounds__(kAttentionThreads, 5) attention(const __grid_constant__ Attention a) {
     const Shape& shape = a.shape;
     const int hd = shape.head_dim, tile = tile_of(hd), most = most_queries(hd);
     TL_DYNAMIC_SHARED(float, keys);

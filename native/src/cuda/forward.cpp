@@ -54,6 +54,12 @@ void launch_product(Device& device, const Product& p, int rows) {
     }
 }
 
+int weights_type(int wanted) {
+    if (wanted == TL_INT8 || wanted == TL_INT4)
+        throw Unavailable("weights: this device takes fp16, bf16 and what the artifact holds, not int8 and int4");
+    return wanted;
+}
+
 int pending_kind(int norm) { return norm == TL_NORM_PRE ? kAdd : norm == TL_NORM_SANDWICH ? kAddNormed : kAddThenNorm; }
 
 }  // namespace
@@ -69,7 +75,7 @@ tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
              d.rope,    d.norm_eps},
       heads_per_block_(std::min(shape_.queries, most_queries(d.head_dim))),
       blocks_per_key_head_(static_cast<int>(blocks(shape_.queries, heads_per_block_))),
-      weights_(*device, d) {
+      weights_(*device, d, weights_type(options.weights)) {
     limits_ = {std::max(1, most_queries(d.head_dim) / shape_.queries), rows_at_once(8, padded(d.head_dim, kSpan)),
                2 * d.n_kv_heads, d.head_dim};
     const auto rows = [&](int width, int count) {

@@ -105,19 +105,17 @@ __device__ __forceinline__ void find_factor(const Product& p, Tile<kRows>& tile,
         room[r * kThreads + thread] = sum;
     }
     __syncthreads();
-    const int row = thread / 32, lane = thread % 32;
-    if (row < kRows) {
+    for (int row = thread / 32; row < kRows; row += kWarps) {
         float sum = 0;
-        for (int i = lane; i < kThreads; i += 32) sum += room[row * kThreads + i];
+        for (int i = thread % 32; i < kThreads; i += 32) sum += room[row * kThreads + i];
         sum = warp_sum(sum);
-        if (lane == 0) factors[row] = norm_factor(sum, p.shape);
+        if (thread % 32 == 0) factors[row] = norm_factor(sum, p.shape);
     }
     __syncthreads();
 }
 
 template <int kRows>
 __device__ __forceinline__ void find_factors(const Product& p, Tile<kRows>& tile, float* room) {
-    static_assert(kRows <= kWarps, "a warp per row");
     if (p.input != Input::residual) return;
     if (p.residual.has_norm())
         find_factor<kRows>(p, tile, room, tile.pending_factor,

@@ -5,7 +5,12 @@
 
 namespace tinyloop::gpu {
 
+#if defined(TINYLOOP_BLOCK_THREADS)  // the emulator's, for tests of tiny models: most threads of a real block would
+                                     // idle
+constexpr int kThreads = TINYLOOP_BLOCK_THREADS;
+#else
 constexpr int kThreads = 256;  // of a block; kernels that differ say so
+#endif
 constexpr int kWarps = kThreads / 32;
 
 __device__ __forceinline__ float warp_sum(float value) {

@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kThreads) embed(const __grid_constant__ Embed 
     const size_t from = static_cast<size_t>(row.state < 0 ? 0 : row.state) * a.shape.width;
     const size_t token = static_cast<size_t>(row.token < 0 ? 0 : row.token) * a.stride;
     const char* weights = static_cast<const char*>(a.matrix) + token * (a.dtype == TL_F32 ? 4 : 2);
+#pragma unroll 1
     for (int k = static_cast<int>(threadIdx.x); k < a.shape.d_model; k += kThreads) {
         if (row.loop_begin > 0) {
             a.x[to + k] = a.core[from + k];

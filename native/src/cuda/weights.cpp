@@ -35,12 +35,27 @@ struct Source {  // a matrix of the artifact, and the heads its rows or columns 
 
 void check_type(const tl_tensor& tensor) {
     if (tensor.dtype != TL_F32 && tensor.dtype != TL_F16 && tensor.dtype != TL_BF16)
-        throw Unavailable("weights: this device takes f32, fp16 and bf16, not element type " +
-                          std::to_string(tensor.dtype));
+        throw Unavailable("weights: the artifact's are integers, and this device takes f32, fp16 and bf16");
 }
 
-// Matrices below each other as one. They keep their element type when they share it; else all become floats.
-Matrix matrix_of(Device& device, const std::vector<Source>& sources) {
+// Writes an element in another type, or as it is.
+void put(const tl_tensor& tensor, size_t index, int dtype, char* to) {
+    if (tensor.dtype == dtype) {
+        const size_t size = dtype == TL_F32 ? 4 : 2;
+        std::memcpy(to, static_cast<const char*>(tensor.data) + index * size, size);
+        return;
+    }
+    const float value = element(tensor, index);
+    const uint16_t half = dtype == TL_F16 ? cpu::float_to_half(value) : cpu::float_to_bfloat(value);
+    if (dtype == TL_F32)
+        std::memcpy(to, &value, 4);
+    else
+        std::memcpy(to, &half, 2);
+}
+
+// Matrices below each other as one. With TL_AS_STORED they keep their element type when they share it; else all become
+// floats.
+Matrix matrix_of(Device& device, int wanted, const std::vector<Source>& sources) {
     Matrix out;
     if (!sources[0].tensor->data) return out;
     out.dtype = sources[0].tensor->dtype;
@@ -51,6 +66,7 @@ Matrix matrix_of(Device& device, const std::vector<Source>& sources) {
         out.outputs += source.tensor->rows;
         if (source.tensor->dtype != out.dtype) out.dtype = TL_F32;
     }
+    if (wanted != TL_AS_STORED) out.dtype = wanted;
     const size_t size = out.dtype == TL_F32 ? 4 : 2, row_bytes = static_cast<size_t>(out.stride) * size;
     out.memory = Memory(device, row_bytes * static_cast<size_t>(out.outputs));
     const int at_once = static_cast<int>(std::max<size_t>(1, kUploadBytes / row_bytes));
@@ -62,13 +78,8 @@ Matrix matrix_of(Device& device, const std::vector<Source>& sources) {
             rows.assign(row_bytes * static_cast<size_t>(count), 0);
             for (int row = 0; row < count; ++row)
                 for (int col = 0; col < out.inputs; ++col) {
-                    const size_t from = source.at(begin + row, col);
-                    char* cell = rows.data() + row_bytes * static_cast<size_t>(row) + size * static_cast<size_t>(col);
-                    const float value = out.dtype == TL_F32 ? element(*source.tensor, from) : 0;
-                    std::memcpy(cell,
-                                size == 4 ? reinterpret_cast<const char*>(&value)
-                                          : static_cast<const char*>(source.tensor->data) + from * 2,
-                                size);
+                    put(*source.tensor, source.at(begin + row, col), out.dtype,
+                        rows.data() + row_bytes * static_cast<size_t>(row) + size * static_cast<size_t>(col));
                 }
             device.upload(to, rows.data(), rows.size());
             device.wait();  // the rows' memory is used again
@@ -77,8 +88,8 @@ Matrix matrix_of(Device& device, const std::vector<Source>& sources) {
     return out;
 }
 
-Matrix matrix_of(Device& device, const tl_tensor& tensor, int col_head = 0) {
-    return matrix_of(device, std::vector<Source>{{&tensor, 0, col_head}});
+Matrix matrix_of(Device& device, int wanted, const tl_tensor& tensor, int col_head = 0) {
+    return matrix_of(device, wanted, std::vector<Source>{{&tensor, 0, col_head}});
 }
 
 Memory vector_of(Device& device, const tl_tensor& tensor) {
@@ -92,7 +103,7 @@ Memory vector_of(Device& device, const tl_tensor& tensor) {
     return out;
 }
 
-Layer layer_of(Device& device, const tl_layer& source, int head_dim) {
+Layer layer_of(Device& device, int wanted, const tl_layer& source, int head_dim) {
     Layer out;
     out.attn_norm = vector_of(device, source.attn_norm);
     out.attn_post_norm = vector_of(device, source.attn_post_norm);
@@ -103,26 +114,27 @@ Layer layer_of(Device& device, const tl_layer& source, int head_dim) {
     out.v_bias = vector_of(device, source.v_bias);
     out.q_norm = vector_of(device, source.q_norm);
     out.k_norm = vector_of(device, source.k_norm);
-    out.qkv = matrix_of(device, {{&source.wq, head_dim, 0}, {&source.wk, head_dim, 0}, {&source.wv, head_dim, 0}});
-    out.wo = matrix_of(device, source.wo, head_dim);
-    out.gate_up = matrix_of(device, {{&source.w_gate, 0, 0}, {&source.w_up, 0, 0}});
-    out.down = matrix_of(device, source.w_down);
+    out.qkv =
+        matrix_of(device, wanted, {{&source.wq, head_dim, 0}, {&source.wk, head_dim, 0}, {&source.wv, head_dim, 0}});
+    out.wo = matrix_of(device, wanted, source.wo, head_dim);
+    out.gate_up = matrix_of(device, wanted, {{&source.w_gate, 0, 0}, {&source.w_up, 0, 0}});
+    out.down = matrix_of(device, wanted, source.w_down);
     return out;
 }
 
 }  // namespace
 
-Weights::Weights(Device& device, const tl_model_desc& desc)
-    : embed(matrix_of(device, desc.embed)),
-      head(matrix_of(device, desc.head)),
-      inject(matrix_of(device, desc.inject)),
+Weights::Weights(Device& device, const tl_model_desc& desc, int wanted)
+    : embed(matrix_of(device, wanted, desc.embed)),
+      head(matrix_of(device, wanted, desc.head)),
+      inject(matrix_of(device, wanted, desc.inject)),
       loop_norm(vector_of(device, desc.loop_norm)),
       core_norm(vector_of(device, desc.core_norm)),
       final_norm(vector_of(device, desc.final_norm)),
       exit_gate(vector_of(device, desc.exit_gate)),
       exit_gate_bias(vector_of(device, desc.exit_gate_bias)) {
     const int count = desc.n_prelude + desc.n_core + desc.n_coda;
-    for (int i = 0; i < count; ++i) layers.push_back(layer_of(device, desc.layers[i], desc.head_dim));
+    for (int i = 0; i < count; ++i) layers.push_back(layer_of(device, wanted, desc.layers[i], desc.head_dim));
 }
 
 }  // namespace tinyloop::gpu

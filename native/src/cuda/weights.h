@@ -24,7 +24,8 @@ struct Layer {
 };
 
 struct Weights {
-    Weights(Device& device, const tl_model_desc& desc);
+    // wanted: the matrices' element type, or TL_AS_STORED. Throws Unavailable for integers.
+    Weights(Device& device, const tl_model_desc& desc, int wanted);
     const Matrix& head_matrix() const { return head.outputs ? head : embed; }
 
     std::vector<Layer> layers;   // prelude, core, coda

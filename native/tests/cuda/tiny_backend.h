@@ -204,12 +204,13 @@ class Tiny {
 
 class Model {
   public:
-    Model(const tl_backend& backend, const tl_model_desc& desc, int max_rows)
+    Model(const tl_backend& backend, const tl_model_desc& desc, int max_rows, int weights = TL_AS_STORED)
         : backend_(backend), vocab(desc.vocab_size), max_rows(max_rows) {
         tl_options options{};
         options.threads = 1;
         options.max_rows = max_rows;
         options.simd = "auto";
+        options.weights = weights;
         tl_status status{};
         CHECK(backend.model_create(&desc, &options, &model_, &status) == TL_OK);
     }
