@@ -70,8 +70,9 @@ def _server_key(value: str) -> str:
     return ""
 
 
-def _directory(value: str) -> str:
-    return "" if os.path.isdir(value) else f"{value!r} is not a directory"
+def _directories(value: str) -> str:
+    missing = [folder for folder in value.split(":") if folder and not os.path.isdir(folder)]
+    return f"{missing[0]!r} is not a directory" if missing else ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ VARIABLES = {
         "0", "1: engine calls speculate where they may; same tokens", _one_of(("0", "1"))
     ),
     "TINYLOOP_BACKEND_PATH": Variable(
-        "the package's own directory", "where libraries of other devices lie", _directory
+        "the package's own directory", "where libraries of other devices lie, too; by colon", _directories
     ),
 }
 

@@ -16,6 +16,7 @@ from tinyloop_serve import native
 DEVICE = os.environ.get("TINYLOOP_TEST_DEVICE", "")
 OF_THE_PROCESSOR = {
     "test_shared_pages.py": "pages that are used in place are the processor's",
+    "test_affinity_pins_the_team_and_not_its_caller": "the team of threads is the processor's",
 }
 
 
