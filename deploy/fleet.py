@@ -102,8 +102,10 @@ def _table(path: str, name: str) -> dict[str, Any]:
 
 
 def lacking_memory(plan: Plan, available: int | None = None) -> str:
-    """ "" if the replicas' weights fit the memory that is free now, else the arithmetic. `available`: bytes,
-    None = ask the machine."""
+    """ "" if the replicas' weights fit the memory that is free now, else the arithmetic; held in another type
+    than the file's, they are the replicas' to judge. `available`: bytes, None = ask the machine."""
+    if plan.weights != "auto":
+        return ""
     import psutil  # not before it is needed
 
     from tinyloop_serve.native.artifact_file import mapped_bytes

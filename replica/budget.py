@@ -33,7 +33,10 @@ class Sizes(Protocol):
 
 
 def check_file(config: Config) -> None:
-    """Before anything is loaded: weights alone must fit. Raises `ConfigFault`; a missing file is not ours."""
+    """Before anything is loaded: weights alone must fit, where they stay as the file has them. Raises
+    `ConfigFault`; a missing file is not ours."""
+    if config.weights != "auto":
+        return
     try:
         size = os.path.getsize(config.model)
     except OSError:

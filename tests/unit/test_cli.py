@@ -3,6 +3,7 @@ restart."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -368,6 +369,9 @@ def test_a_fleet_that_cannot_fit_its_weights_is_refused_with_the_arithmetic(tmp_
         file.truncate(300 << 20)  # sparse
     plan = Plan(model=str(model), endpoint="ipc:///unused", replicas=3)
     assert lacking_memory(plan, available=1 << 30) == ""
+    assert lacking_memory(dataclasses.replace(plan, weights="int4"), available=800 << 20) == "", (
+        "less than the file"
+    )
     lack = lacking_memory(plan, available=800 << 20)
     assert "3 replicas x 300 MiB of weights + 0 MiB shared = 900 MiB" in lack
     assert "800 MiB of memory are free" in lack

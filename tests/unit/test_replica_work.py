@@ -262,6 +262,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(tmp_path: Pa
     flags = ["--model", str(path), "--endpoint", "ipc:///x/r.sock", "--memory-mib", "2"]
     with pytest.raises(ConfigFault, match=r"3\.0 MiB of weights, the memory budget is 2\.0 MiB"):
         budget.check_file(parse(flags))
+    budget.check_file(parse([*flags, "--weights", "int4"]))  # a quarter of it: judged once loaded
 
 
 class OnDevice:
