@@ -42,11 +42,7 @@ int device_info(int32_t device, tl_device_info* out, tl_status* status) {
 }
 
 int model_create(const tl_model_desc* desc, const tl_options* options, tl_model** out, tl_status* status) {
-    return guarded(status, [&] {
-        if (options->weights != TL_AS_STORED && options->weights != desc->layers[0].wq.dtype)
-            throw Unavailable("weights: this device holds matrices only as they are stored");
-        *out = new tl_model(*desc, *options);
-    });
+    return guarded(status, [&] { *out = new tl_model(*desc, *options); });
 }
 void model_destroy(tl_model* model) { delete model; }
 uint64_t model_bytes(const tl_model* model) { return model->bytes(); }

@@ -212,7 +212,9 @@ class Model {
         options.simd = "auto";
         options.weights = weights;
         tl_status status{};
-        CHECK(backend.model_create(&desc, &options, &model_, &status) == TL_OK);
+        const int result = backend.model_create(&desc, &options, &model_, &status);
+        if (result != TL_OK) std::printf("%s\n", status.message);
+        CHECK(result == TL_OK);
     }
     ~Model() {
         for (tl_cache* cache : caches) backend_.cache_destroy(cache);
