@@ -1,9 +1,9 @@
 # Every target sets up what it needs in .venv and build/; nothing else on the machine is touched.
-.PHONY: help setup demo test test-emulated check format sanitize bench bench-engine bench-llama-cpp bench-torch bench-plots clean
+.PHONY: help setup demo test test-emulated cuda-gates check format sanitize bench bench-engine bench-llama-cpp bench-torch bench-plots clean
 PY := .venv/bin/python
 
 help: ## this list
-	@grep -hE '^[a-z]+(-emulated)?:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z]+(-emulated|-gates)?:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
 
 setup: ## the package, editable, in .venv
 	@scripts/setup
@@ -19,6 +19,10 @@ test: ## every test, C++ and Python (ARGS="-k word" reaches pytest)
 test-emulated: ## the engine's Python tests on the emulated GPU
 	@scripts/setup test
 	@scripts/emulated-tests $(ARGS)
+
+cuda-gates: ## the CUDA plug-in without a GPU: every architecture, no spills, its instructions (needs nvcc)
+	@scripts/setup cuda-gates
+	@scripts/cuda_gates
 
 check: ## format, lint, types, layering, documents
 	@scripts/setup dev
