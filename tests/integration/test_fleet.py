@@ -177,7 +177,7 @@ def test_streams_end_before_a_stopped_fleet_does(fleet: Any, reference: Any) -> 
 
 def test_a_second_signal_does_not_wait(fleet: Any) -> None:
     children = fleet.children()
-    with fleet.client() as client:
+    with fleet.client(resume_s=0) as client:
         stream = client.stream("The definition of", **LONG)
         next(stream)
         fleet.freeze_busy()  # its stream cannot end

@@ -220,7 +220,7 @@ def test_control_c_cancels_and_leaves_the_client_usable(start: Any) -> None:
 def test_each_code_is_raised_as_its_class(start: Any, code: str) -> None:
     more = dict(field="seed", value="-1", accepted="0 to 9", retry_after_ms=1500)
     dispatcher = start(answer=lambda b: [failed(b["id"], code, "why", **more)] if "id" in b else [])
-    with connect(dispatcher) as client, pytest.raises(errors.TinyLoopError) as caught:
+    with connect(dispatcher, resume_s=0) as client, pytest.raises(errors.TinyLoopError) as caught:
         client.generate("x")
     error = caught.value
     assert type(error) is errors.BY_CODE[code]

@@ -309,6 +309,7 @@ class FailingEngine:
     """Every call fails while `broken`."""
 
     config: dict[str, Any] = {"eos_ids": []}  # noqa: RUF012
+    cpus: list[int] = []  # noqa: RUF012
     step_counter = 0
     broken = True
 
