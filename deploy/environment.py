@@ -95,6 +95,7 @@ VARIABLES = {
     "TINYLOOP_SPECULATIVE": Variable(
         "0", "1: engine calls speculate where they may; same tokens", _one_of(("0", "1"))
     ),
+    "TINYLOOP_WERROR": Variable("OFF", "of a build from source: warnings are errors", _one_of(("ON", "OFF"))),
     "TINYLOOP_BACKEND_PATH": Variable(
         "the package's own directory", "where libraries of other devices lie, too; by colon", _directories
     ),

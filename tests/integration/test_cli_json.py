@@ -38,7 +38,7 @@ def test_every_command_prints_what_is_documented(shared_fleet: Fleet, tmp_path: 
 
     def run(command: str, *arguments: str) -> Any:
         done = shared_fleet.run(*command.split(), *arguments, "--json")
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 or command == "doctor", done.stderr  # which judges this machine
         seen.add(command)
         return json.loads(done.stdout)
 
