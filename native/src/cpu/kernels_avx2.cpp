@@ -174,28 +174,10 @@ void store_int8(V x, int8_t* to) {
                      _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
 }
 
-void group_offsets(const int8_t* q, int16_t* offsets) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(8), bytes);  // k % 4 < 2 and the others take turns
-    __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0x4E));
-    sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0xB1));
-    const int32_t both = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), sum));
-    __builtin_memcpy(offsets, &both, 4);
-}
+#include "last_lanes.h"
 
-float sum_of_lanes(V v) {  // the tree of kernels_impl.h
-    const __m256 eight = _mm256_add_ps(v.low, v.high);
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-float highest_lane(V v) {
-    const __m256 eight = _mm256_max_ps(v.low, v.high);
-    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-}
+float sum_of_lanes(V v) { return sum_of_eight(_mm256_add_ps(v.low, v.high)); }
+float highest_lane(V v) { return highest_of_eight(_mm256_max_ps(v.low, v.high)); }
 
 struct Pairs {
     __m256i low, high;
