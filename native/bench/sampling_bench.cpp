@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <vector>
 
+#include "../tests/sampling_case.h"
+
 using namespace tinyloop;
 
 namespace {
@@ -47,12 +49,7 @@ std::vector<float> logits_of(int vocab, uint64_t seed) {
 }
 
 double microseconds(const Case& c, int vocab) {
-    GenerateConfig config;
-    config.temperature = c.temperature;
-    config.top_k = c.top_k;
-    config.top_p = c.top_p;
-    config.min_p = c.min_p;
-    config.repetition_penalty = c.repetition_penalty;
+    const GenerateConfig config = config_of(c);
     Sampler sampler(config, vocab);
     for (uint64_t i = 0; i < 1000; ++i) sampler.saw(static_cast<int32_t>(uniform_draw(5, i) * vocab));
     std::vector<uint32_t> mask(static_cast<size_t>(vocab + 31) / 32);

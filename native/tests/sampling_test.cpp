@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "sampling_case.h"
 
 using namespace tinyloop;
 
@@ -23,17 +24,6 @@ struct Case {
     int shape;    // of the logits, see draw_logits
     bool masked;  // a grammar
 };
-
-GenerateConfig config_of(const Case& c, uint64_t seed) {
-    GenerateConfig config;
-    config.temperature = c.temperature;
-    config.top_k = c.top_k;
-    config.top_p = c.top_p;
-    config.min_p = c.min_p;
-    config.repetition_penalty = c.repetition_penalty;
-    config.seed = seed;
-    return config;
-}
 
 // Plain arithmetic only, so that every machine makes the same ones.
 std::vector<float> draw_logits(int vocab, int shape, uint64_t seed) {
