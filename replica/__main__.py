@@ -34,9 +34,12 @@ from tinyloop_serve.replica.speculation import Speculation
 from tinyloop_serve.replica.text import Vocabulary
 
 LAST_STEP_S = 3.0  # for the engine to end a step after it was told to stop
+REQUEST_DEFAULTS = ("TINYLOOP_CACHE_MODE", "TINYLOOP_EARLY_EXIT", "TINYLOOP_SPECULATIVE")
 
 
 def main(arguments: list[str]) -> int:
+    for name in REQUEST_DEFAULTS:  # requests and handles are what the dispatcher says, wherever they run
+        os.environ.pop(name, None)
     try:
         config = parse(arguments)
         if config.parent:

@@ -198,8 +198,6 @@ def config_of(sampling: Sampling, lane: Lane) -> GenerateConfig:
         cache_window=sampling.cache_window,
         beam_size=sampling.beam_size,
         ignore_eos=lane.ignore_eos,
-        exit_threshold=0.0,  # said, so that this process's environment has no say
-        speculative=False,
     )
 
 

@@ -133,13 +133,13 @@ GenerateConfig make_config(const py::int_& loops, const py::int_& max_tokens, do
     c.seed = narrow<uint64_t>("seed", seed);
     c.stop_sequences = sequences_of("stop_sequences", stop_sequences);
     c.grammar = grammar_of(grammar);
-    if (cache_mode) c.cache_mode = *cache_mode;
+    c.cache_mode = name_of(cache_mode);
     c.cache_window = narrow<int>("cache_window", cache_window);
     c.beam_size = narrow<int>("beam_size", beam_size);
     c.length_penalty = length_penalty;
-    if (exit_threshold) c.exit_threshold = *exit_threshold;
+    c.exit_threshold = exit_threshold ? *exit_threshold : default_exit_threshold();
     c.ignore_eos = ignore_eos;
-    if (speculative) c.speculative = *speculative;
+    c.speculative = speculative ? *speculative : default_speculative();
     return c;
 }
 

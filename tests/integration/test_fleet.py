@@ -274,6 +274,31 @@ def test_scaffolds_of_the_configuration_save_work_from_the_start(
         assert not client.generate(prompt, loops=4, max_tokens=8).stats.prefix_tokens, "of other loops"
 
 
+def test_the_environment_of_a_fleet_changes_no_token(
+    fleets: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, more = "The definition of a word is", " what"
+    with monkeypatch.context() as environment:
+        environment.setenv("TINYLOOP_CACHE_MODE", "int4")
+        environment.setenv("TINYLOOP_EARLY_EXIT", "0.25")
+        environment.setenv("TINYLOOP_SPECULATIVE", "1")
+        with fleets("--replicas", "1") as fleet, fleet.client() as client:
+            plain = client.generate(prompt + more, loops=8, max_tokens=24)
+            prefix = client.create_prefix(prompt, loops=8)
+            behind = client.generate(more, handle=prefix, loops=8, max_tokens=24)
+            draft = client.draft(prompt, loops=4, max_tokens=24)
+            refined = draft.refine(loops=8, max_tokens=24)
+    assert list(plain.tokens) == reference.tokens(prompt + more, loops=8, max_tokens=24)
+    pieces = [*reference.encode(prompt), *reference.tokenizer.encode(more, add_special_tokens=False).ids]
+    assert behind.stats.prefix_tokens and list(behind.tokens) == reference.tokens(
+        pieces, loops=8, max_tokens=24
+    )
+    assert refined.stats.loops_skipped and list(refined.tokens) == reference.tokens(
+        prompt, loops=8, max_tokens=24
+    )
+    assert plain.stats.drafted == 0
+
+
 def test_many_clients_come_and_go(shared_fleet: Any) -> None:
     """Abandoned streams free their lanes: all is idle again soon."""
     barrier = threading.Barrier(8)

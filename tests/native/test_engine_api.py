@@ -342,3 +342,16 @@ def test_a_bad_default_is_named(name: str, value: str, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as caught:
         GenerateConfig()
     assert (caught.value.field, caught.value.value) == (name, value)
+    given = GenerateConfig(cache_mode="int8", exit_threshold=0.25, speculative=True)
+    assert (given.cache_mode, given.exit_threshold, given.speculative) == ("int8", 0.25, True), "it wins"
+
+
+def test_a_resume_handle_is_built_without_the_environments_early_exit(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GenerateConfig(max_tokens=12, exit_threshold=0.0)
+    plain = model.generate(PROMPT, config).tokens
+    monkeypatch.setenv("TINYLOOP_EARLY_EXIT", "0.9")
+    handle = model.create_resume_handle(PROMPT, 2)
+    assert model.resume_generate(handle, model.config["loops"], config).tokens == plain
+    handle.close()

@@ -83,8 +83,9 @@ struct Grammar {
     explicit operator bool() const { return static_cast<bool>(start); }
 };
 
-// What a field of a request is when it is not given: TINYLOOP_CACHE_MODE, else "fp16"; TINYLOOP_EARLY_EXIT, else 0;
-// TINYLOOP_SPECULATIVE (0 or 1), else false. They throw ErrorKind::config, naming the variable.
+// What the environment says of a field that a caller was not given: TINYLOOP_CACHE_MODE, else "fp16";
+// TINYLOOP_EARLY_EXIT, else 0; TINYLOOP_SPECULATIVE (0 or 1), else false. For the edge where that is known
+// (bindings.cpp): nothing below it reads them. They throw ErrorKind::config, naming the variable.
 std::string default_cache_mode();
 double default_exit_threshold();
 bool default_speculative();
@@ -101,13 +102,13 @@ struct GenerateConfig {
     std::vector<std::vector<int32_t>> stop_sequences;
     Grammar grammar;
     // "fp16", "int8", or the stored inputs "h_fp16", "h_int8", "int4"
-    std::string cache_mode = default_cache_mode();
+    std::string cache_mode = "fp16";
     int cache_window = 0;  // positions; 0 = all
     int beam_size = 1;
-    double length_penalty = 1;                         // beams rank by log-probability / length^length_penalty
-    double exit_threshold = default_exit_threshold();  // 0 = every loop runs; see tl_row
+    double length_penalty = 1;  // beams rank by log-probability / length^length_penalty
+    double exit_threshold = 0;  // 0 = every loop runs; see tl_row
     // generate and generate_stream decode with self-speculation where the mode matrix allows it: the same tokens.
-    bool speculative = default_speculative();
+    bool speculative = false;
     bool ignore_eos = false;
 };
 
@@ -189,8 +190,7 @@ std::vector<Generation> generate_batch(Model* model, const std::vector<std::vect
 // The cache of a prompt's first tokens at n_loops.
 class PrefixCache;
 PrefixCache* create_prefix_cache(Model* model, const int32_t* tokens, size_t count, int n_loops,
-                                 const std::string& cache_mode = default_cache_mode(),
-                                 double exit_threshold = default_exit_threshold());
+                                 const std::string& cache_mode = "fp16", double exit_threshold = 0);
 void free_prefix_cache(PrefixCache* prefix);
 uint64_t handle_bytes(const PrefixCache* prefix);
 const std::vector<int32_t>& prefix_tokens(const PrefixCache* prefix);
@@ -205,7 +205,7 @@ class PrefixPool;
 PrefixPool* create_prefix_pool(int capacity);
 void free_prefix_pool(PrefixPool* pool);
 void register_prefix(PrefixPool* pool, Model* model, const int32_t* tokens, size_t count, int n_loops,
-                     const std::string& cache_mode = default_cache_mode());
+                     const std::string& cache_mode = "fp16");
 int pool_size(const PrefixPool* pool);
 uint64_t handle_bytes(const PrefixPool* pool);
 // Without a match it is generate_stream.
@@ -215,7 +215,7 @@ Generation generate_with_pool(Model* model, PrefixPool* pool, const int32_t* pro
 // A prompt run at loops_used, its states kept: generating at any loops >= loops_used skips those iterations of it.
 class ResumeHandle;
 ResumeHandle* create_resume_handle(Model* model, const int32_t* prompt, size_t prompt_len, int loops_used,
-                                   const std::string& cache_mode = default_cache_mode(), int cache_window = 0);
+                                   const std::string& cache_mode = "fp16", int cache_window = 0);
 void free_resume_handle(ResumeHandle* handle);
 uint64_t handle_bytes(const ResumeHandle* handle);
 int loops_used(const ResumeHandle* handle);
@@ -233,7 +233,7 @@ Generation generate_tree_speculative(Model* model, const int32_t* prompt, size_t
 
 // (prompt_len, vocab_size) logits of every position; for tests and scoring.
 std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len, int loops,
-                          const std::string& cache_mode = default_cache_mode(), int cache_window = 0);
+                          const std::string& cache_mode = "fp16", int cache_window = 0);
 
 // SIMD levels that this machine can run, best first; "portable" is always there.
 std::vector<std::string> simd_levels();
