@@ -72,13 +72,17 @@ def replica_flags(path: str) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def replica_options(plan: Plan, n: int) -> list[str]:
-    """The flags of replica `n` that say what it does, and where."""
-    options = ["--model", plan.model, "--threads", str(plan.threads_each())]
-    options += ["--max-seq-len", str(plan.max_seq_len), "--weights", plan.weights]
-    options += ["--affinity", processors.divide(plan.affinity, plan.replicas, plan.threads_each())[n]]
-    options += plan.replica_flags
-    return options + (placed(plan.replicas, plan.devices)[n].flags if plan.devices else [])
+def replica_options(plan: Plan) -> list[list[str]]:
+    """The flags of each replica that say what it does, and where."""
+    threads = plan.threads_each()
+    alike = ["--model", plan.model, "--threads", str(threads)]
+    alike += ["--max-seq-len", str(plan.max_seq_len), "--weights", plan.weights]
+    shares = processors.divide(plan.affinity, plan.replicas, threads)
+    places = [each.flags for each in placed(plan.replicas, plan.devices)] if plan.devices else []
+    return [
+        [*alike, "--affinity", share, *plan.replica_flags, *(places[n] if places else [])]
+        for n, share in enumerate(shares)
+    ]
 
 
 def replica_count(path: str) -> int:
@@ -141,7 +145,7 @@ class Fleet:
             + [*parent],
             f"{directory}/dispatcher.signs",
         )
-        options = [replica_options(plan, n) for n in range(plan.replicas)]
+        options = replica_options(plan)
         self._replicas = [
             Child(
                 name,

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tinyloop_serve.deploy.fleet import BadConfig, replica_flags
+from tinyloop_serve.deploy.fleet import MOST_REPLICAS, BadConfig, replica_flags
 from tinyloop_serve.deploy.placement import Place, named, placed
 from tinyloop_serve.dispatcher.config import Config as Dispatcher
 from tinyloop_serve.dispatcher.config import load
@@ -106,8 +106,8 @@ def _fleet(tables: dict[str, Any]) -> Fleet:
         if not os.path.isabs(getattr(fleet, name)):
             value = getattr(fleet, name)
             raise BadConfig(f"fleet.{name}: {value!r} is not accepted; expected an absolute path")
-    if not 1 <= fleet.replicas <= 1024:
-        raise BadConfig(f"fleet.replicas: {fleet.replicas} is not accepted; expected 1 to 1024")
+    if not 1 <= fleet.replicas <= MOST_REPLICAS:
+        raise BadConfig(f"fleet.replicas: {fleet.replicas} is not accepted; expected 1 to {MOST_REPLICAS}")
     return fleet
 
 

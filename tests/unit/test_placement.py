@@ -33,7 +33,7 @@ def test_devices_that_cannot_be_given_out_are_refused(
 
 def test_a_fleet_tells_its_replicas_where_they_are() -> None:
     def configured(n: int, **plan: Any) -> Config:
-        return parse(["--endpoint", "ipc:///x/r.sock", *replica_options(Plan("m", "e", **plan), n)])
+        return parse(["--endpoint", "ipc:///x/r.sock", *replica_options(Plan("m", "e", **plan))[n]])
 
     configs = [configured(n, replicas=3, devices=("cuda:0", "cuda:1")) for n in range(3)]
     places = [(config.device, config.device_share) for config in configs]
