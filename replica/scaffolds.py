@@ -6,8 +6,6 @@ are everybody's and have no lease; the least recently used handle still goes fir
 
 from __future__ import annotations
 
-import hashlib
-
 from tinyloop_serve.native import Model, errors
 from tinyloop_serve.protocol.codec import tokens_to_bytes
 from tinyloop_serve.protocol.messages import Build
@@ -26,11 +24,16 @@ def register(config: Config, model: Model, vocabulary: Vocabulary | None, handle
         try:
             tokens = _tokens(path, model, vocabulary)
             loops = loops or model.config["loops"]
-            what = f"{model.fingerprint} {loops} ".encode() + tokens
-            name = "scaffold-" + hashlib.sha256(what).hexdigest()[:32]
+            name = _name(model.fingerprint, tokens, loops)
             handles.build(Build(name, "scaffold", tokens, loops, shared=True, detached=True, lease_ms=0))
         except (errors.LimitError, errors.ConfigError) as error:
             raise ConfigFault(f"--scaffold {place}: {error}") from error
+
+
+def _name(fingerprint: str, tokens: bytes, loops: int) -> str:
+    import hashlib  # brings in OpenSSL, which a replica without scaffolds need not hold
+
+    return "scaffold-" + hashlib.sha256(f"{fingerprint} {loops} ".encode() + tokens).hexdigest()[:32]
 
 
 def _split(place: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ MUST_NOT_LOAD = {
     "tinyloop_serve.dispatcher.server": TRAINING
     | {"tinyloop_serve.native", "tinyloop_serve.replica", "prometheus_client"},
     "tinyloop_serve.replica.server": TRAINING | {"tinyloop_serve.dispatcher", "tinyloop_serve.deploy"},
+    "tinyloop_serve.replica.__main__": TRAINING | {"numpy", "psutil", "prometheus_client", "_hashlib"},
     "tinyloop_serve.deploy.cli": TRAINING,
 }
 
