@@ -3,7 +3,7 @@
     make bench-plots
     .venv/bin/python scripts/bench/plot.py [--folder docs/performance]
 
-Equal JSON gives equal files. A plot whose JSON is not there is left out.
+Equal JSON gives equal files. A plot whose JSON, or whose section of it, is not there is left out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -112,11 +112,31 @@ def roofline(axes: Axes, report: dict[str, Any]) -> None:
     axes.legend(title="weights")
 
 
-PLOTS: dict[str, tuple[str, Callable[[Axes, dict[str, Any]], None], tuple[float, float]]] = {
-    "ratios": ("vs_llama_cpp", ratios, (7, 5)),
-    "batches": ("engine", batches, (5, 3.2)),
-    "contexts": ("engine", contexts, (5, 3.2)),
-    "roofline": ("engine", roofline, (6, 4)),
+class Plot(NamedTuple):
+    source: str  # name of the JSON file
+    section: str  # of its cases that are drawn; "": it has no sections
+    draw: Callable[[Axes, dict[str, Any]], None]
+    inches: tuple[float, float]
+
+    def missing(self, folder: Path) -> str:
+        """What it cannot be drawn without; "": nothing."""
+        file = folder / f"{self.source}.json"
+        if not file.exists():
+            return f"no {file.name} in {folder}"
+        if self.section and not any(row["section"] == self.section for row in self.report(folder)["cases"]):
+            return f"no {self.section!r} in {file.name}"
+        return ""
+
+    def report(self, folder: Path) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads((folder / f"{self.source}.json").read_text())
+        return report
+
+
+PLOTS = {
+    "ratios": Plot("vs_llama_cpp", "", ratios, (7, 5)),
+    "batches": Plot("engine", "weights", batches, (5, 3.2)),
+    "contexts": Plot("engine", "contexts", contexts, (5, 3.2)),
+    "roofline": Plot("engine", "weights", roofline, (6, 4)),
 }
 
 
@@ -127,12 +147,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     folder = parser.parse_args().folder
     plt.rcParams.update(STYLE)
-    for name, (source, draw, size) in PLOTS.items():
-        if not (folder / f"{source}.json").exists():
-            print(f"{name}.svg: no {source}.json in {folder}, left out")
+    for name, plot in PLOTS.items():
+        if missing := plot.missing(folder):
+            print(f"{name}.svg: {missing}, left out")
             continue
-        figure, axes = plt.subplots(figsize=size, layout="constrained")
-        draw(axes, json.loads((folder / f"{source}.json").read_text()))
+        figure, axes = plt.subplots(figsize=plot.inches, layout="constrained")
+        plot.draw(axes, plot.report(folder))
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
         print(f"{name}.svg")
