@@ -29,6 +29,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.guards import batchable
 from tinyloop_serve.dispatcher.shares import Shares
+from tinyloop_serve.dispatcher.turns import Turns
 from tinyloop_serve.protocol.messages import Sampling
 
 NEVER = float("inf")
@@ -77,6 +78,7 @@ R = TypeVar("R", bound=Waiting)
 @dataclass
 class Bucket(Generic[R]):
     shape: Shape
+    turns: Turns
     turn: float = 0.0  # when a run of this shape last started or ended, seconds
     queues: dict[str, list[R]] = field(default_factory=dict)  # per tenant, in order; never an empty one
 
@@ -116,7 +118,9 @@ class Buckets(Generic[R]):
         self._max_wait_s = config.max_wait_ms / 1000
         self._priority_s = config.priority_ms / 1000
         self._bands = config.max_tokens_bands  # ascending
-        self._shares = Shares(lambda tenant: config.tenants.of(tenant).weight)
+        self._tenants = config.tenants
+        self._shares = Shares(self._weight_of)
+        self._every_s = 0.0  # from one turn to the next, of the bucket that had the last one
         self._buckets: dict[Shape, Bucket[R]] = {}  # never an empty one
         self.version = 0  # another one: `take` may answer otherwise, even at the same time
 
@@ -171,8 +175,27 @@ class Buckets(Generic[R]):
             self.remove(lane)
             self._shares.charge(lane.tenant, lane.cost)
         bucket.turn = now
+        bucket.turns.take(len(lanes), now, more=bool(bucket.queues))
+        self._every_s = bucket.turns.every_s
         smallest = bisect_left(self._sizes, len(lanes))  # that holds them
         return Call(bucket.shape, lanes, 1 if len(lanes) == 1 else self._sizes[smallest])
+
+    def wait_s(self, shape: Shape, tenant: str) -> float:
+        """How long a request of this shape will wait for its turn, by the turns of late."""
+        bucket = self._buckets.get(shape)
+        if bucket is None:
+            return self._every_s
+        weights = sum(map(self._weight_of, {tenant, *bucket.queues}))
+        ahead = len(bucket.queues.get(tenant, ()))
+        return bucket.turns.wait_s(ahead, self._weight_of(tenant) / weights)
+
+    def _weight_of(self, tenant: str) -> float:
+        return self._tenants.of(tenant).weight
+
+    def company(self, shape: Shape, coming: int = 1) -> int:
+        """How many would be ready to run together with those that come."""
+        bucket = self._buckets.get(shape)
+        return len(bucket or ()) + coming if shape.batchable else 1
 
     def ended(self, shape: Shape, now: float) -> None:
         """A run of this shape is over: its bucket queues behind all that waited meanwhile."""
@@ -192,7 +215,11 @@ class Buckets(Generic[R]):
     def put(self, request: R) -> None:
         """Adds a request whose `shape` is set, in its place by arrival (text took longer to get here)."""
         assert request.shape is not None
-        bucket = self._buckets.setdefault(request.shape, Bucket(request.shape))
+        bucket = self._buckets.get(request.shape)
+        if bucket is None:
+            lanes = self._sizes[-1] if request.shape.batchable else 1
+            turns = Turns(request.arrived, self._every_s, lanes)
+            bucket = self._buckets[request.shape] = Bucket(request.shape, turns)
         insort(bucket.queues.setdefault(request.tenant, []), request, key=self._place)
         self._shares.waits(request.tenant)
         self.version += 1

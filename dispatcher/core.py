@@ -3,9 +3,10 @@
 `(peer, message, now) -> [(peer, message, payloads)]`. Events come from `server.py`, which alone touches
 sockets and the clock. A request's way down: `_admit`, `_prepare`, `_place`, `_assign` (a `Run` to a
 replica: `replica/server.py`). Its tokens' way up: `_relay`, just under it. Side topics hide behind one
-verb each: `guards` (may it run), `admission` (may it wait), `requests` (who is live), `buckets` (who goes
-next), `replicas` (who serves), `handles` (what they hold), `clients` (who is still there); `exits` (ways
-out), `orders` and `holdings` (handles are made and used), `failover` (replicas are lost), `operator`.
+verb each: `guards` (may it run), `admission` (may it wait), `turns` and `pace` (how long it will wait, and
+run), `requests` (who is live), `buckets` (who goes next), `replicas` (who serves), `handles` (what they
+hold), `clients` (who is still there); `exits` (ways out), `orders` and `holdings` (handles are made and
+used), `failover` (replicas are lost), `operator`.
 """
 
 from __future__ import annotations
@@ -144,16 +145,29 @@ class Core(Operator):
 
     def _admit(self, client: bytes, tenant: str, asked: messages.Generate, now: float) -> None:
         rights, model = self._config.tenants.of(tenant), self.replicas.model
-        cost = work(asked, model.loops if model else 1)
+        loops = asked.sampling.loops or (model.loops if model else 1)
+        cost = work(asked, loops)
         try:
             guards.enter(self.draining, self.replicas, self._config)
             self._refuse_taken_id(client, asked.id)
-            self.admission.enter(rights, cost, asked.deadline_ms, now)
+            self.pace.refuse_never(asked.deadline_ms, loops, cost, now)
+            self.admission.enter(rights, *self._forecast(tenant, asked, loops, cost, now), asked.deadline_ms)
         except errors.TinyLoopError as error:
             self._refuse(client, asked.id, error)
         else:
             priority = min(asked.priority, rights.max_priority)
             self._prepare(self.requests.admit(client, tenant, asked, priority, cost, now), now)
+
+    def _forecast(
+        self, tenant: str, asked: messages.Generate, loops: int, cost: float, now: float
+    ) -> tuple[float, float]:
+        """How long it will wait, and then run. Nothing is foretold where nobody has to wait."""
+        if self.replicas.idle():
+            return 0.0, 0.0
+        single = asked.method != "plain" or bool(asked.handle)
+        shape = self.buckets.shape_of(replace(asked.sampling, loops=loops), asked.max_tokens, single=single)
+        run_s = self.pace.likely_s(loops, self.buckets.company(shape), cost, now)
+        return self.buckets.wait_s(shape, tenant), run_s
 
     def _prepare(self, request: Request, now: float) -> None:
         """Held until the model and its handle are known; then texts are turned into tokens, off the loop."""
@@ -217,6 +231,8 @@ class Core(Operator):
 
     def _assign(self, now: float) -> None:
         """While a replica has its credit and a bucket is ripe that it has room for: one Run."""
+        if self.replicas.idle():
+            self._give_up_late(now)
         while any([self._give(replica, now) for replica in self.replicas.idle()]):
             pass
         self._build_waiting()
@@ -232,7 +248,7 @@ class Core(Operator):
         run = self.replicas.spend(replica, call.shape, caches, now)
         lanes = []
         for request in call.lanes:
-            self.requests.start(request, replica.endpoint, now)
+            self.requests.start(request, replica.endpoint, call.batch_size, now)
             self.admission.started(request.tenant)
             request.uses = self.handles.use(request.held, replica.endpoint, now)
             lanes.append(request.lane(request.uses))

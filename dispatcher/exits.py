@@ -15,6 +15,7 @@ from tinyloop_serve.dispatcher.effects import Send
 from tinyloop_serve.dispatcher.handles import Handles
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.metrics import Metrics
+from tinyloop_serve.dispatcher.pace import Pace
 from tinyloop_serve.dispatcher.recent import Recent
 from tinyloop_serve.dispatcher.replicas import Replicas
 from tinyloop_serve.dispatcher.requests import Request, Requests, State
@@ -25,6 +26,7 @@ class Exits:
     def __init__(self, config: Config, journal: Journal, now: float) -> None:
         self.requests = Requests()  # who is live
         self.admission = Admission(config)  # how many may wait
+        self.pace = Pace(config.batch_sizes)  # how long it will run
         self.buckets: Buckets[Request] = Buckets(config)  # who goes next
         self.replicas = Replicas(config, now)  # who serves
         self.handles = Handles()  # what the replicas hold
@@ -48,14 +50,14 @@ class Exits:
         """The only way out. `terminal` is None when the replica's own goes out, which is `heard`, or there is
         no reader. `outcome` is "answered", "cancelled", or what went wrong."""
         running = request.state is State.RUNNING
-        share = 1.0 if outcome == "answered" else request.share_done
         if request.state is State.WAITING:
             self.buckets.remove(request)
         if running:
             self.buckets.refund(request.tenant, request.cost * (1 - request.share_done))
+            self._measure(request, outcome, now)
         if terminal is not None:
             self._out.append(Send(request.client, terminal))
-        self.admission.ended(request.tenant, request.cost, share, running=running, now=now)
+        self.admission.ended(request.tenant, running=running)
         self.requests.end(request, failed=outcome not in ("answered", "cancelled"))
         verdict = terminal or heard
         stats = verdict.stats if isinstance(verdict, messages.Done) else None
@@ -65,6 +67,12 @@ class Exits:
             self.recent.answered(request.arrived, streamed_at, stats, now)
         self._journal.request(request, outcome, verdict, now)
         self._stirred = True
+
+    def _measure(self, request: Request, outcome: str, now: float) -> None:
+        """What its run says of those to come."""
+        if request.shape and not request.failovers and outcome in ("answered", errors.DeadlineExceeded.code):
+            loops, seconds, whole = request.shape.sampling.loops, now - request.started, outcome == "answered"
+            self.pace.ran(loops, request.size, request.cost, seconds, now, whole=whole)
 
     def _answered(self, request: Request, payload: bytes, now: float) -> None:
         """The replica's own terminal has gone out as it came; it is read here for the books alone."""
@@ -84,6 +92,21 @@ class Exits:
         """The dispatcher's verdict; a lane that is still decoding is stopped."""
         self._stop_lanes([request])
         self._end(request, codec.failed_from(error, request.id), error.code, now)
+
+    def _give_up_late(self, now: float) -> None:
+        """What waits and can no longer end in time must not take a lane from what still can."""
+        for bucket in list(self.buckets):
+            company = self.buckets.company(bucket.shape, coming=0)
+            pace = self.pace.likely_s(bucket.shape.sampling.loops, company, 1.0, now)
+            for request in list(bucket):
+                if self.admission.waiting == 1:
+                    return  # the lane would stay empty
+                allowed_ms, needed_ms = request.asked.deadline_ms, 1000 * pace * request.cost
+                waited_ms = 1000 * (now - request.arrived)
+                if allowed_ms and not request.begun and waited_ms + needed_ms > allowed_ms:
+                    why = f"it has waited {waited_ms:.0f} ms and would run for about {needed_ms:.0f} ms"
+                    late = f"{why}: too long for its deadline of {allowed_ms} ms"
+                    self._fail(request, errors.DeadlineExceeded(late, field="deadline_ms"), now)
 
     def _cancel(self, request: Request | None, now: float) -> None:
         """The client's wish. A running request ends by the replica's own Done, which holds its last text."""

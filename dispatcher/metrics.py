@@ -56,6 +56,7 @@ OUTCOMES = ("answered", "cancelled", "client_gone", "lease_expired") + tuple(
 REFUSALS = tuple(
     error.code
     for error in (
+        DeadlineExceeded,
         Forbidden,
         HandleLost,
         InvalidRequest,

@@ -60,6 +60,7 @@ class Request:
     # where it runs
     replica: str = ""  # endpoint, while RUNNING
     started: float = 0.0
+    size: int = 1  # of its batch
     uses: str = ""  # the handle that saved its last run work
     unfit_since: float = 0.0  # WAITING for long: when a replica in rotation could last hold it
     cancelled: bool = False  # the client asked; the replica has yet to answer
@@ -173,8 +174,9 @@ class Requests:
         self.failed += failed
         self.finished += not failed
 
-    def start(self, request: Request, replica: str, now: float) -> None:
-        """It goes to a replica."""
+    def start(self, request: Request, replica: str, size: int, now: float) -> None:
+        """It goes to a replica, in a batch of this size."""
+        request.size = size
         request.state, request.replica, request.sticky = State.RUNNING, replica, ""
         request.started = request.started or now
 

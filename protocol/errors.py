@@ -14,7 +14,7 @@
     │   ├── Unavailable       no replica can serve it now
     │   ├── ReplicaLost       the replica died while it worked on the request
     │   └── EngineFailed      the engine failed on this request
-    ├── DeadlineExceeded      the request's own deadline passed
+    ├── DeadlineExceeded      the request's own deadline passed, or cannot be kept
     └── TransportError        between the client and the dispatcher
         ├── ConnectFailed     nobody answers at the endpoint
         ├── ProtocolError     the peer speaks another version or sent something malformed

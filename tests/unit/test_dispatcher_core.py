@@ -718,3 +718,62 @@ def test_the_status_counts() -> None:
     ]
     (bucket,) = status.buckets
     assert "loops=4" in bucket.shape and (bucket.waiting, bucket.oldest_ms) == (1, 1000)
+
+
+# ------------------------------------------------------------------ deadlines that cannot be kept
+
+
+def measured(bench: Bench, seconds: float) -> None:
+    """The fleet has learned how long a request runs alone."""
+    for number in range(8):
+        bench.client(ALICE, ask(f"m{number}"))
+        bench.wait(seconds)
+        bench.finish()
+
+
+def test_what_can_no_longer_end_in_time_takes_no_lane() -> None:
+    bench = Bench(batch_sizes=[1], min_batch_size=1)
+    measured(bench, 0.5)
+    bench.client(ALICE, ask("first"))
+    bench.client(ALICE, ask("late", deadline_ms=1300))
+    bench.client(ALICE, ask("in time", deadline_ms=3000))
+    bench.wait(0.9)
+    sends = bench.finish()
+    (failed,) = said(sends, ALICE, Failed)
+    assert (failed.id, failed.code, failed.field) == ("late", "deadline", "deadline_ms")
+    assert "it has waited 900 ms and would run for about" in failed.message
+    assert [lane.id for lane in bench.run().lanes] == ["in time"]
+
+
+def test_it_keeps_its_lane_where_nobody_else_wants_it() -> None:
+    bench = Bench(batch_sizes=[1], min_batch_size=1)
+    measured(bench, 0.5)
+    bench.client(ALICE, ask("first"))
+    bench.client(ALICE, ask("late", deadline_ms=1300))
+    bench.wait(0.9)
+    bench.finish()
+    assert [lane.id for lane in bench.run().lanes] == ["late"]
+
+
+def test_what_could_never_end_in_time_is_refused_at_once() -> None:
+    bench = Bench(batch_sizes=[1], min_batch_size=1)
+    measured(bench, 0.5)
+    (failed,) = said(bench.client(ALICE, ask("hasty", deadline_ms=20)), ALICE, Failed)
+    assert (failed.code, failed.value) == ("deadline", "20") and failed.accepted.startswith("at least ")
+    assert '"event": "refused"' in bench.lines[-1] and bench.core.metrics.refused["deadline"] == 1
+
+
+def test_a_wait_that_is_too_long_is_refused_before_it_begins() -> None:
+    """One lane, half a second each: of twenty that have two seconds, four or five can be in time."""
+    bench = Bench(batch_sizes=[1], min_batch_size=1)
+    measured(bench, 0.5)
+    bench.client(ALICE, ask("m"))
+    for turn in range(3):  # its bucket's turns are known
+        bench.client(ALICE, ask(f"n{turn}"))
+        bench.wait(0.5)
+        bench.finish()
+    refused = []
+    for number in range(20):
+        refused += said(bench.client(ALICE, ask(f"q{number}", deadline_ms=2000)), ALICE, Failed)
+    assert {failed.code for failed in refused} == {"overloaded"}
+    assert 15 <= len(refused) <= 18 and all(failed.retry_after_ms > 0 for failed in refused)
