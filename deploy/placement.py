@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DEVICE = re.compile(r"[a-z0-9_]+(:[0-9]+)?")
+DEVICE = re.compile(r"[a-z0-9_]+(:(0|[1-9][0-9]*))?")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ def placed(replicas: int, devices: Sequence[str]) -> list[Place]:
     if bad := [name for name in devices if not DEVICE.fullmatch(name)]:
         raise ValueError(f"{bad[0]!r} is not accepted; expected cpu, cuda or cuda:N")
     text = ",".join(devices)
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"{text!r} is not accepted; expected each device once, and more replicas")
+    if len({name if ":" in name else f"{name}:0" for name in devices}) < len(devices):
+        raise ValueError(
+            f"{text!r} is not accepted; expected each device once (cuda is cuda:0), and more replicas"
+        )
     if replicas < len(devices):
         raise ValueError(f"{text!r} is not accepted; expected at most {replicas} devices, a replica each")
     turns = [devices[n % len(devices)] for n in range(replicas)]

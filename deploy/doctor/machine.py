@@ -103,8 +103,7 @@ def engine() -> Iterator[Finding]:
         if why:
             yield ok("devices", f"{name}: off, {why}")
         elif device["total_bytes"]:
-            free = f"{device['free_bytes'] >> 20} of {device['total_bytes'] >> 20} MiB free"
-            yield ok("devices", f"{name}: {device['description']}, {free}")
+            yield ok("devices", f"{name}: {device['description']}, {device['total_bytes'] >> 20} MiB")
 
 
 def _environment() -> Iterator[Finding]:

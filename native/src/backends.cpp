@@ -39,7 +39,8 @@ Name parse(const std::string& name) {
     if (colon != std::string::npos) {
         const char *begin = name.data() + colon + 1, *end = name.data() + name.size();
         const auto [stop, error] = std::from_chars(begin, end, parsed.ordinal);
-        good = good && error == std::errc() && stop == end && *begin != '-' && parsed.ordinal < kMostDevices;
+        good = good && error == std::errc() && stop == end && parsed.ordinal < kMostDevices &&
+               (*begin != '0' || end - begin == 1) && *begin != '-';
     }
     if (!good) refuse(ErrorKind::config, "device", name, "cpu, cuda or cuda:N");
     return parsed;

@@ -38,8 +38,8 @@ bool refused(ErrorKind kind, const std::vector<std::string>& words, const std::f
 }
 
 void test_names() {
-    for (const char* name : {"", ":", "cuda:", "cuda:x", "cuda:-1", "cuda:1x", "cuda:99999", "cuda:0:1", "../cuda",
-                             "a/b", "CUDA", "cuda 0"})
+    for (const char* name : {"", ":", "cuda:", "cuda:x", "cuda:-1", "cuda:01", "cuda:1x", "cuda:99999", "cuda:0:1",
+                             "../cuda", "a/b", "CUDA", "cuda 0"})
         CHECK(refused(ErrorKind::config, {"device", "cuda:N"}, [&] { open_device(name); }));
     CHECK(open_device("cpu").name == "cpu" && open_device("cpu:0").name == "cpu");
     CHECK(open_device("planted").name == "planted:0" && open_device("planted:1").ordinal == 1);

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tinyloop_serve import native
 from tinyloop_serve.deploy import cli, environment, systemd
 from tinyloop_serve.deploy.doctor import machine, services
 from tinyloop_serve.native import demo_model_path
@@ -70,6 +71,18 @@ def test_a_machine_in_order_is_healthy(capsys: pytest.CaptureFixture[str]) -> No
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "0 faults" in shown and all(name in shown for name in environment.VARIABLES)
+
+
+def test_a_device_with_memory_of_its_own_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = {"name": "cuda:0", "description": "NVIDIA H200", "reason": "", "total_bytes": 141 << 30}
+    monkeypatch.setattr(native, "devices", lambda: [gpu])
+    status, found = diagnosis(capsys)
+    assert status == 0
+    assert [each["text"] for each in found if each["subject"] == "devices"] == [
+        "cuda:0: NVIDIA H200, 144384 MiB"
+    ]
 
 
 def test_the_list_of_variables_is_complete() -> None:

@@ -19,7 +19,8 @@ def test_replicas_take_the_devices_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    "devices", ["", "cuda:", "CUDA", "cuda 0", "a/b", "cuda:0,cuda:0", "cuda:0,cuda:1,cuda:2"]
+    "devices",
+    ["", "cuda:", "CUDA", "cuda 0", "a/b", "cuda:01", "cuda:0,cuda:0", "cuda,cuda:0", "cuda:0,cuda:1,cuda:2"],
 )
 def test_devices_that_cannot_be_given_out_are_refused(
     devices: str, capsys: pytest.CaptureFixture[str]
