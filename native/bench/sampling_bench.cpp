@@ -61,7 +61,7 @@ double microseconds(const Case& c, int vocab) {
     for (int round = 0; round < 64; ++round) {
         work = rows[static_cast<size_t>(round) % rows.size()];
         const auto start = std::chrono::steady_clock::now();
-        sampler.sample(work.data(), round, c.masked ? mask.data() : nullptr);
+        sampler.sample({work.data()}, round, c.masked ? mask.data() : nullptr);
         times.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
     }
     std::nth_element(times.begin(), times.begin() + 32, times.end());

@@ -31,7 +31,7 @@ Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const G
     std::vector<double> scores = {0};
     std::vector<Generation> finished;
     std::vector<double> finished_rank;
-    prefill_plain(lanes[0], 0, caches[0], {caches[0].get()}, logits.data());
+    prefill_plain(lanes[0], 0, caches[0], {caches[0].get()}, {logits.data()});
     const double prefill_ms = ms_since(start);
     const Clock::time_point decoding = Clock::now();
     double first_ms = 0;
@@ -104,7 +104,7 @@ Generation beam_search(Model& model, const std::vector<int32_t>& prompt, const G
                 lanes[b].row(static_cast<int>(b), lanes[b].length() - 1, lanes[b].out.tokens.back(), TL_ROW_LOGITS));
             handles.push_back(caches[b].get());
         }
-        model.forward(handles, nullptr, rows, logits.data());
+        model.forward(handles, nullptr, rows, {logits.data()});
     }
     std::vector<size_t> order(finished.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;

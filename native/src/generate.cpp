@@ -88,9 +88,12 @@ std::vector<float> logits(Model* model, const int32_t* prompt, size_t prompt_len
     const Cache cache =
         model->make_cache(lane.prompt_length(), lane.out.stats.loops, cache_mode_of(cache_mode), cache_window);
     std::vector<tl_row> rows;
-    for (int p = 0; p < lane.prompt_length(); ++p) rows.push_back(lane.row(0, p, tokens[p], TL_ROW_LOGITS));
+    for (int p = 0; p < lane.prompt_length(); ++p) {
+        rows.push_back(lane.row(0, p, tokens[p], TL_ROW_LOGITS));
+        rows.back().best = 0;
+    }
     std::vector<float> out(tokens.size() * static_cast<size_t>(model->config().vocab_size));
-    model->forward({cache.get()}, nullptr, rows, out.data());
+    model->forward({cache.get()}, nullptr, rows, {out.data()});
     return out;
 }
 

@@ -123,7 +123,13 @@ tl_row Lane::row(int cache, int position, int32_t token, uint32_t flags) const {
             out.stats.loops,
             -1,
             flags,
-            static_cast<float>(config.exit_threshold)};
+            static_cast<float>(config.exit_threshold),
+            decisive()};
+}
+
+int Lane::decisive() const {
+    // A grammar may forbid the first ones, and beams weigh their tokens against all others.
+    return grammar_ || config.beam_size > 1 ? 0 : sampler.decisive(model.backend().most_best);
 }
 
 bool Lane::ends_in_stop_sequence() const {
@@ -133,7 +139,7 @@ bool Lane::ends_in_stop_sequence() const {
         });
 }
 
-void Lane::advance(float* logits) {
+void Lane::advance(const RowLogits& logits) {
     if (!grammar_) {
         take(sampler.sample(logits, length()));
         return;
@@ -166,7 +172,7 @@ void Lane::take(int32_t token) {
         out.stats.stop_reason = "max_tokens";
 }
 
-void prefill_from(Lane& lane, int begin, int cache, const std::vector<tl_cache*>& caches, float* logits) {
+void prefill_from(Lane& lane, int begin, int cache, const std::vector<tl_cache*>& caches, RowLogits logits) {
     std::vector<tl_row> rows;
     const int n = lane.prompt_length();
     for (int p = begin; p < n; ++p)
@@ -174,14 +180,14 @@ void prefill_from(Lane& lane, int begin, int cache, const std::vector<tl_cache*>
     lane.model.forward(caches, nullptr, rows, logits);
 }
 
-void prefill_plain(Lane& lane, int cache, Cache&, const std::vector<tl_cache*>& caches, float* logits) {
+void prefill_plain(Lane& lane, int cache, Cache&, const std::vector<tl_cache*>& caches, RowLogits logits) {
     prefill_from(lane, 0, cache, caches, logits);
 }
 
 void run_lanes(std::vector<Lane>& lanes, const Prefill& prefill, const StepCallback& on_step) {
     const Clock::time_point start = Clock::now();
     const Model& model = lanes[0].model;
-    const size_t vocab = static_cast<size_t>(model.config().vocab_size), n = lanes.size();
+    const size_t n = lanes.size();
     std::vector<Cache> held;
     std::vector<tl_cache*> caches;
     for (Lane& lane : lanes) {
@@ -189,25 +195,25 @@ void run_lanes(std::vector<Lane>& lanes, const Prefill& prefill, const StepCallb
         lane.out.stats.cache_bytes = held.back().bytes();
         caches.push_back(held.back().get());
     }
-    std::vector<float> logits(n * vocab);
+    std::vector<tl_row> rows;
+    for (size_t i = 0; i < n; ++i)
+        rows.push_back(
+            lanes[i].row(static_cast<int>(i), lanes[i].prompt_length() - 1, lanes[i].prompt.back(), TL_ROW_LOGITS));
+    LogitRows logits(model.config().vocab_size, rows);
     for (size_t i = 0; i < n; ++i) {
         const Clock::time_point began = Clock::now();
-        prefill(lanes[i], static_cast<int>(i), held[i], caches, logits.data() + i * vocab);
+        prefill(lanes[i], static_cast<int>(i), held[i], caches, logits[i]);
         lanes[i].out.stats.prefill_ms = ms_since(began);
     }
     const Clock::time_point decoding = Clock::now();
     std::vector<int32_t> step(n), loops_run(n);
     std::vector<int64_t> total_loops(n);
     std::vector<bool> cancel(n);
-    std::vector<tl_row> rows;
-    for (size_t i = 0; i < n; ++i)
-        rows.push_back(
-            lanes[i].row(static_cast<int>(i), lanes[i].prompt_length() - 1, lanes[i].prompt.back(), TL_ROW_LOGITS));
     for (bool all_stopped = false; !all_stopped;) {
         for (size_t i = 0; i < n; ++i) {
             Lane& lane = lanes[i];
             const size_t before = lane.out.tokens.size();
-            if (!lane.stopped()) lane.advance(logits.data() + i * vocab);
+            if (!lane.stopped()) lane.advance(logits[i]);
             step[i] = lane.out.tokens.size() > before ? lane.out.tokens.back() : -1;
             if (step[i] >= 0) lane.mark_first(start);
         }
@@ -222,7 +228,7 @@ void run_lanes(std::vector<Lane>& lanes, const Prefill& prefill, const StepCallb
             if (!lane.stopped()) rows[i] = lane.row(static_cast<int>(i), lane.length() - 1, step[i], TL_ROW_LOGITS);
         }
         if (all_stopped) break;
-        model.forward(caches, nullptr, rows, logits.data(), loops_run.data());
+        model.forward(caches, nullptr, rows, logits.all(), loops_run.data());
         for (size_t i = 0; i < n; ++i)
             if (!lanes[i].stopped()) total_loops[i] += loops_run[i];
     }

@@ -37,8 +37,8 @@ class Lane {
     int prompt_length() const { return static_cast<int>(prompt.size()); }
     int capacity() const { return prompt_length() + config.max_tokens; }
 
-    // Samples the next token from `logits` (work space) and takes it.
-    void advance(float* logits);
+    // Samples the next token from `logits` (work space), what a row() was asked for, and takes it.
+    void advance(const RowLogits& logits);
     // Adds a token to the answer and says in the stats whether the lane stops with it.
     void take(int32_t token);
     void cancel() {
@@ -49,8 +49,11 @@ class Lane {
         if (out.tokens.size() == 1) out.stats.first_token_ms = ms_since(start);
     }
 
-    // A row of a plain sequence at `position`, in cache number `cache` of the call.
+    // A row of a plain sequence at `position`, in cache number `cache` of the call; of its logits it wants what
+    // advance() needs.
     tl_row row(int cache, int position, int32_t token, uint32_t flags) const;
+    // How many of the first in rank advance() needs; 0: the logits of all tokens.
+    int decisive() const;
     // For the prompt, the answer and `extra` slots more.
     Cache make_cache(int extra = 0) const;
 
@@ -69,10 +72,10 @@ class Lane {
 
 // Fills a lane's cache with its prompt and leaves the logits of its last token. cache: the index of the lane's cache.
 using Prefill =
-    std::function<void(Lane& lane, int cache, Cache& own, const std::vector<tl_cache*>& caches, float* logits)>;
-void prefill_plain(Lane& lane, int cache, Cache& own, const std::vector<tl_cache*>& caches, float* logits);
+    std::function<void(Lane& lane, int cache, Cache& own, const std::vector<tl_cache*>& caches, RowLogits logits)>;
+void prefill_plain(Lane& lane, int cache, Cache& own, const std::vector<tl_cache*>& caches, RowLogits logits);
 // The prompt's tokens from `begin` on; the slots before are filled.
-void prefill_from(Lane& lane, int begin, int cache, const std::vector<tl_cache*>& caches, float* logits);
+void prefill_from(Lane& lane, int begin, int cache, const std::vector<tl_cache*>& caches, RowLogits logits);
 
 // Prefills each lane in turn, then decodes all lanes one token per step until every one has stopped.
 void run_lanes(std::vector<Lane>& lanes, const Prefill& prefill, const StepCallback& on_step);

@@ -127,9 +127,9 @@ void LogitRow::choose(int count, float floor) {
                });
 }
 
-Rank LogitRow::nth(int count, float floor) {
-    choose(count, floor);
-    if (chosen_.size() < static_cast<size_t>(count)) return {floor, count_};
+Rank LogitRow::nth(int count, const Rank& least) {
+    choose(count, least.logit);
+    if (chosen_.size() < static_cast<size_t>(count)) return least;
     const auto at = chosen_.begin() + count - 1;
     std::nth_element(chosen_.begin(), at, chosen_.end(), before);
     return *at;

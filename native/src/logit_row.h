@@ -6,13 +6,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "tinyloop/backend.h"
+
 namespace tinyloop {
 
-// A token's place among the others: the larger logit first, equal logits by id.
-struct Rank {
-    float logit;
-    int32_t id;
-};
+using Rank = tl_rank;
 inline bool before(const Rank& a, const Rank& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; }
 
 // Weights e^((logit - top) / temperature) of up to kBlock logits <= top, at least (top - kReach * temperature). In
@@ -32,8 +30,8 @@ class LogitRow {
     float top() const { return top_; }      // -infinity: no token has a logit
     int32_t best() const { return best_; }  // the first in rank
 
-    // The `count`-th in rank (from 1) of the tokens with a logit >= floor; if there are fewer, the last that may be.
-    Rank nth(int count, float floor);
+    // The `count`-th in rank (from 1), if it ranks up to `least`, the last one with some logit; else `least`.
+    Rank nth(int count, const Rank& least);
     // The `count` first in rank, best first, or as many as there are.
     std::vector<Rank> first(int count);
 

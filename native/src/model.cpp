@@ -160,17 +160,22 @@ Cache Model::make_cache(int positions, int loops, int mode, int window) const {
 }
 
 void Model::forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows,
-                    float* logits, int32_t* loops_run) const {
+                    RowLogits logits, int32_t* loops_run) const {
     const size_t most = static_cast<size_t>(options_.prefill_chunk);
     for (size_t begin = 0; begin < rows.size(); begin += most) {
         const size_t count = std::min(most, rows.size() - begin);
         tl_status status{};
-        check(
-            backend().forward(handle(), caches.data(), static_cast<int32_t>(caches.size()), states, rows.data() + begin,
-                              static_cast<int32_t>(count), logits, loops_run ? loops_run + begin : nullptr, &status),
-            status, "a forward pass");
-        for (size_t i = begin; i < begin + count; ++i)
-            if (rows[i].flags & TL_ROW_LOGITS) logits += config().vocab_size;
+        check(backend().forward(handle(), caches.data(), static_cast<int32_t>(caches.size()), states,
+                                rows.data() + begin, static_cast<int32_t>(count), logits.whole, logits.first,
+                                loops_run ? loops_run + begin : nullptr, &status),
+              status, "a forward pass");
+        for (size_t i = begin; i < begin + count; ++i) {
+            if (!(rows[i].flags & TL_ROW_LOGITS)) continue;
+            if (rows[i].best)
+                logits.first += rows[i].best;
+            else
+                logits.whole += config().vocab_size;
+        }
     }
 }
 

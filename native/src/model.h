@@ -6,6 +6,7 @@
 
 #include "artifact.h"
 #include "backends.h"
+#include "logit_rows.h"
 #include "tinyloop/backend.h"
 #include "tinyloop/engine.h"
 
@@ -59,9 +60,9 @@ class Model {
     States make_states(int count) const { return States(backend(), handle(), count); }
 
     // One pass over the rows (backend.h), split where there are more than prefill_chunk. A split never separates rows
-    // in a way that breaks the order rule, because it keeps their order.
+    // in a way that breaks the order rule, because it keeps their order. logits: as LogitRows lays them out.
     void forward(const std::vector<tl_cache*>& caches, tl_states* states, const std::vector<tl_row>& rows,
-                 float* logits, int32_t* loops_run = nullptr) const;
+                 RowLogits logits, int32_t* loops_run = nullptr) const;
 
     // The loops of a request, its default resolved; throws ErrorKind::limit.
     int loops_of(int asked) const;

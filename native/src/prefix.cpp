@@ -21,7 +21,7 @@ class PrefixCache {
         const Lane lane(model_, tokens, config, loops);
         std::vector<tl_row> rows;
         for (int p = 0; p < lane.prompt_length(); ++p) rows.push_back(lane.row(0, p, tokens[p], TL_ROW_CODA));
-        model_.forward({cache.get()}, nullptr, rows, nullptr);
+        model_.forward({cache.get()}, nullptr, rows, {});
     }
 
     // How many of the prompt's tokens it saves: all but the last, whose logits are needed, can come from it.
@@ -31,7 +31,7 @@ class PrefixCache {
 
     // The prefill of a lane whose prompt starts with these tokens.
     Prefill prefill() const {
-        return [this](Lane& lane, int index, Cache& own, const std::vector<tl_cache*>& caches, float* logits) {
+        return [this](Lane& lane, int index, Cache& own, const std::vector<tl_cache*>& caches, RowLogits logits) {
             const int begin = reusable(lane.prompt);
             own.copy_from(cache, begin, loops);
             lane.out.stats.prefix_tokens = begin;

@@ -21,11 +21,11 @@ class ResumeHandle {
             rows.push_back(lane.row(0, p, tokens[p], 0));
             rows.back().state = p;
         }
-        model_.forward({cache.get()}, states.get(), rows, nullptr);
+        model_.forward({cache.get()}, states.get(), rows, {});
     }
 
     Prefill prefill() const {
-        return [this](Lane& lane, int index, Cache& own, const std::vector<tl_cache*>& caches, float* logits) {
+        return [this](Lane& lane, int index, Cache& own, const std::vector<tl_cache*>& caches, RowLogits logits) {
             const int n = lane.prompt_length();
             own.copy_from(cache, n, loops);
             lane.out.stats.loops_skipped = loops;

@@ -85,35 +85,49 @@ void Sampler::penalize(float* logits) const {
         logits[id] = logits[id] > 0 ? logits[id] / repetition_penalty_ : logits[id] * repetition_penalty_;
 }
 
-int32_t Sampler::sample(float* logits, int position, const uint32_t* allowed) {
-    penalize(logits);
-    if (allowed) forbid(logits, vocab_size_, allowed);
-    row_.read(logits, vocab_size_);
-    const int32_t best = row_.best() >= 0 ? row_.best() : first_of(allowed, vocab_size_);
-    if (temperature_ == 0 || !std::isfinite(row_.top())) return best;
+int Sampler::decisive(int most) const {
+    if (repetition_penalty_ != 1) return 0;  // it may bring any token to the front
+    const int count = temperature_ == 0 ? 1 : top_k_;
+    return count <= most ? count : 0;
+}
 
-    Rank last{floor_of(0), vocab_size_};
-    if (top_k_ > 0 && top_k_ < vocab_size_) last = row_.nth(top_k_, last.logit);
-    if (top_p_ < 1) last = nucleus(last);
-    if (const float floor = floor_of(min_p_); floor > last.logit) last = {floor, vocab_size_};
-    return draw(last, uniform_draw(seed_, static_cast<uint64_t>(position)));
+int32_t Sampler::sample(const RowLogits& logits, int position, const uint32_t* allowed) {
+    if (logits.count > 0) {
+        ranked_.read(logits.first, logits.count);
+        return ranked_.best() >= 0 ? choose(ranked_, position) : first_of(nullptr, vocab_size_);
+    }
+    penalize(logits.whole);
+    if (allowed) forbid(logits.whole, vocab_size_, allowed);
+    row_.read(logits.whole, vocab_size_);
+    return row_.best() >= 0 ? choose(row_, position) : first_of(allowed, vocab_size_);
+}
+
+template <class Row>
+int32_t Sampler::choose(Row& row, int position) {
+    if (temperature_ == 0 || !std::isfinite(row.top())) return row.best();
+    Rank last{floor_of(row.top(), 0), vocab_size_};
+    if (top_k_ > 0 && top_k_ < vocab_size_) last = row.nth(top_k_, last);
+    if (top_p_ < 1) last = nucleus(row, last);
+    if (const float floor = floor_of(row.top(), min_p_); floor > last.logit) last = {floor, vocab_size_};
+    return draw(row, last, uniform_draw(seed_, static_cast<uint64_t>(position)));
 }
 
 // No logit below it has more than `least_weight`, nor a weight that counts.
-float Sampler::floor_of(double least_weight) const {
+float Sampler::floor_of(float top, double least_weight) const {
     const double reach = least_weight > 0 ? std::min(kReach, 1e-3 - std::log(least_weight)) : kReach;
-    return static_cast<float>(std::max(-3e38, row_.top() - reach * temperature_));
+    return static_cast<float>(std::max(-3e38, top - reach * temperature_));
 }
 
 // The last token of the smallest set of the likeliest, up to `last`, that holds top_p of their weight. Buckets are in
 // order of rank, so only the tokens of the bucket in which the set ends are sorted.
-Rank Sampler::nucleus(const Rank& last) {
-    const double top = row_.top(), per_logit = kBuckets / (kReach * temperature_);
+template <class Row>
+Rank Sampler::nucleus(const Row& row, const Rank& last) {
+    const double top = row.top(), per_logit = kBuckets / (kReach * temperature_);
     auto bucket_of = [=](float logit) { return std::min(kBuckets - 1, static_cast<int>((top - logit) * per_logit)); };
     double weights[kBlock];
     int buckets[kBlock];
     held_.assign(kBuckets, 0);
-    row_.each_block(last, [&](const int32_t*, const float* logits, int count) {
+    row.each_block(last, [&](const int32_t*, const float* logits, int count) {
         weigh(logits, count, top, temperature_, weights);
         for (int i = 0; i < count; ++i) buckets[i] = bucket_of(logits[i]);
         for (int i = 0; i < count; ++i) held_[static_cast<size_t>(buckets[i])] += weights[i];
@@ -128,7 +142,7 @@ Rank Sampler::nucleus(const Rank& last) {
     std::vector<Rank> ends;
     const float after = static_cast<float>(top - (bucket + 2) / per_logit);  // a bucket of room for the rounding
     const Rank end = after > last.logit ? Rank{after, vocab_size_} : last;
-    row_.each_block(end, [&](const int32_t* ids, const float* logits, int count) {
+    row.each_block(end, [&](const int32_t* ids, const float* logits, int count) {
         for (int i = 0; i < count; ++i)
             if (bucket_of(logits[i]) == bucket) ends.push_back({logits[i], ids[i]});
     });
@@ -142,15 +156,16 @@ Rank Sampler::nucleus(const Rank& last) {
 }
 
 // The token at which the running sum of the weights up to `last`, in id order, passes `share` of their total.
-int32_t Sampler::draw(const Rank& last, double share) {
+template <class Row>
+int32_t Sampler::draw(const Row& row, const Rank& last, double share) {
     double weights[kBlock];
     auto weigh_kept = [&](const float* logits, int count) {
-        weigh(logits, count, row_.top(), temperature_, weights);
+        weigh(logits, count, row.top(), temperature_, weights);
         for (int i = 0; i < count; ++i) weights[i] = weights[i] < min_p_ ? 0 : weights[i];
     };
     blocks_.clear();
     double total = 0;
-    row_.each_block(last, [&](const int32_t* ids, const float* logits, int count) {
+    row.each_block(last, [&](const int32_t* ids, const float* logits, int count) {
         weigh_kept(logits, count);
         blocks_.push_back({ids[0] / kBlock, sum(weights, count)});
         total += blocks_.back().weight;
@@ -160,9 +175,9 @@ int32_t Sampler::draw(const Rank& last, double share) {
     size_t at = 0;
     while (at + 1 < blocks_.size() && passed + blocks_[at].weight <= target) passed += blocks_[at++].weight;
 
-    int32_t ids[kBlock], token = row_.best();
+    int32_t ids[kBlock], token = row.best();
     float logits[kBlock];
-    const int count = row_.gather(blocks_[at].index, last, ids, logits);
+    const int count = row.gather(blocks_[at].index, last, ids, logits);
     weigh_kept(logits, count);
     for (int i = 0; i < count; ++i) {
         if (weights[i] == 0) continue;

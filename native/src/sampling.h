@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "logit_row.h"
+#include "logit_rows.h"
+#include "ranked_row.h"
 #include "tinyloop/engine.h"
 
 namespace tinyloop {
@@ -33,15 +35,22 @@ class Sampler {
     // The token is in the sequence now, or (a rejected draft) no longer.
     void saw(int32_t token);
     void unsaw(int32_t token);
-    // `logits` (vocab_size) is used as work space. `position`: of the token to sample in the whole sequence. `allowed`:
-    // a bit per token, or null. -1: none is allowed.
-    int32_t sample(float* logits, int position, const uint32_t* allowed = nullptr);
+    // How many of the first in rank tell what it samples where all tokens are allowed, if they are at most `most`;
+    // else 0: it needs the logits of all.
+    int decisive(int most) const;
+    // `logits`: of all tokens (then used as work space), or the `decisive` first or more. `position`: of the token to
+    // sample in the whole sequence. `allowed`: a bit per token, or null. -1: none is allowed.
+    int32_t sample(const RowLogits& logits, int position, const uint32_t* allowed = nullptr);
     void penalize(float* logits) const;
 
   private:
-    Rank nucleus(const Rank& last);
-    int32_t draw(const Rank& last, double share);
-    float floor_of(double least_weight) const;
+    template <class Row>
+    int32_t choose(Row& row, int position);
+    template <class Row>
+    Rank nucleus(const Row& row, const Rank& last);
+    template <class Row>
+    int32_t draw(const Row& row, const Rank& last, double share);
+    float floor_of(float top, double least_weight) const;
 
     struct BlockWeight {
         int index;
@@ -54,6 +63,7 @@ class Sampler {
     const uint64_t seed_;
     std::unordered_map<int32_t, int> seen_;  // how often each token is in the sequence; empty without a penalty
     LogitRow row_;
+    RankedRow ranked_;
     // Work space.
     std::vector<double> held_;         // the weight in each bucket of the nucleus
     std::vector<BlockWeight> blocks_;  // those that hold kept tokens

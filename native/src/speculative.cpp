@@ -23,7 +23,6 @@ class Speculation {
           lane_(lane),
           config_(config),
           branches_(branches),
-          vocab_(static_cast<size_t>(model.config().vocab_size)),
           cache_(lane.make_cache(config.draft_ahead * branches)),
           states_(model.make_states(1 + config.draft_ahead * branches)) {
         lane.out.stats.cache_bytes = cache_.bytes();
@@ -31,11 +30,11 @@ class Speculation {
 
     void run(const TokenCallback& on_token) {
         const Clock::time_point start = Clock::now();
-        std::vector<float> logits(vocab_);
-        prefill_plain(lane_, 0, cache_, {cache_.get()}, logits.data());
+        LogitRows logits(model_.config().vocab_size, {lane_.row(0, 0, 0, TL_ROW_LOGITS)});
+        prefill_plain(lane_, 0, cache_, {cache_.get()}, logits[0]);
         lane_.out.stats.prefill_ms = ms_since(start);
         const Clock::time_point decoding = Clock::now();
-        lane_.advance(logits.data());
+        lane_.advance(logits[0]);
         lane_.mark_first(start);
         deliver(on_token);
         while (!lane_.stopped()) round(on_token);
@@ -72,13 +71,13 @@ class Speculation {
             rows.back().loop_begin = config_.draft_loops;
             rows.back().flags = TL_ROW_LOGITS;
         }
-        std::vector<float> logits(nodes.size() * vocab_);
-        model_.forward({cache_.get()}, states_.get(), rows, logits.data());
+        LogitRows logits(model_.config().vocab_size, rows);
+        model_.forward({cache_.get()}, states_.get(), rows, logits.all());
         lane_.out.stats.drafted += static_cast<int>(nodes.size()) - 1;
 
         for (int at = 0, kept = 0; at >= 0 && !lane_.stopped();) {
             cache_.move(base + kept++, base + at);
-            lane_.advance(logits.data() + static_cast<size_t>(at) * vocab_);
+            lane_.advance(logits[static_cast<size_t>(at)]);
             const int32_t token = lane_.out.tokens.back();
             int next = -1;
             for (size_t i = 1; i < nodes.size(); ++i)
@@ -100,22 +99,22 @@ class Speculation {
                 rows.push_back(row_of(nodes[leaf], leaf, base));
                 rows.back().loop_end = config_.draft_loops;
                 rows.back().flags = level + 1 < ahead ? TL_ROW_LOGITS : 0;
+                rows.back().best = best_of_draft(level);
             }
-            std::vector<float> logits(leaves.size() * vocab_);
-            model_.forward({cache_.get()}, states_.get(), rows, logits.data());
+            LogitRows logits(model_.config().vocab_size, rows);
+            model_.forward({cache_.get()}, states_.get(), rows, logits.all());
             if (level + 1 == ahead) return;
             std::vector<int> grown;
             for (size_t i = 0; i < leaves.size(); ++i) {
                 const int leaf = leaves[i];
-                float* row_logits = logits.data() + i * vocab_;
-                for (int branch = 0; branch < (level == 0 ? branches_ : 1); ++branch) {
-                    if (config_.draft_margin > 0 && margin(row_logits) < config_.draft_margin) break;
-                    const int32_t token = guess(nodes, leaf, base, row_logits);
+                for (int branch = 0; branch < branches_of(level); ++branch) {
+                    if (config_.draft_margin > 0 && margin(logits[i]) < config_.draft_margin) break;
+                    const int32_t token = guess(nodes, leaf, base, logits[i]);
                     if (token < 0) break;
                     grown.push_back(static_cast<int>(nodes.size()));
                     nodes.push_back(
                         {token, leaf, nodes[leaf].tree | uint64_t(1) << nodes.size(), nodes[leaf].depth + 1});
-                    row_logits[token] = -3e38f;  // the next branch is another token
+                    logits[i].drop(token);  // the next branch is another token
                 }
             }
             if (grown.empty()) return;
@@ -123,23 +122,38 @@ class Speculation {
         }
     }
 
+    int branches_of(int level) const { return level == 0 ? branches_ : 1; }
+
+    // Of a draft's logits (tl_row.best): what the last branch needs, after the tokens of those before it.
+    int best_of_draft(int level) const {
+        const int each = lane_.decisive(), margin = config_.draft_margin > 0 ? 2 : 1;
+        const int best = std::max(each, margin) + branches_of(level) - 1;
+        return each > 0 && best <= model_.backend().most_best ? best : 0;
+    }
+
     // How far the best logit leads the next.
-    float margin(const float* logits) const {
+    float margin(const RowLogits& logits) const {
         float best = -3e38f, next = -3e38f;
-        for (size_t i = 0; i < vocab_; ++i) {
-            next = std::max(next, std::min(best, logits[i]));
-            best = std::max(best, logits[i]);
+        const int count = logits.count ? logits.count : model_.config().vocab_size;
+        for (int i = 0; i < count; ++i) {
+            const float logit = logits.count ? logits.first[i].logit : logits.whole[i];
+            next = std::max(next, std::min(best, logit));
+            best = std::max(best, logit);
         }
         return best - next;
     }
 
     // What the sampler would say after the node's path.
-    int32_t guess(const std::vector<Node>& nodes, int leaf, int base, const float* logits) {
+    int32_t guess(const std::vector<Node>& nodes, int leaf, int base, RowLogits logits) {
         std::vector<int32_t> path;
         for (int at = leaf; at > 0; at = nodes[at].parent) path.push_back(nodes[at].token);
         for (const int32_t token : path) lane_.sampler.saw(token);
-        std::vector<float> work(logits, logits + vocab_);
-        const int32_t token = lane_.sampler.sample(work.data(), base + nodes[leaf].depth + 1);
+        std::vector<float> work;
+        if (!logits.count) {
+            work.assign(logits.whole, logits.whole + model_.config().vocab_size);
+            logits.whole = work.data();
+        }
+        const int32_t token = lane_.sampler.sample(logits, base + nodes[leaf].depth + 1);
         for (const int32_t seen : path) lane_.sampler.unsaw(seen);
         return token;
     }
@@ -148,7 +162,6 @@ class Speculation {
     Lane& lane_;
     const SpeculativeConfig& config_;
     const int branches_;
-    const size_t vocab_;
     Cache cache_;
     States states_;  // (nodes of a tree)
 };

@@ -1,7 +1,8 @@
-// Choosing a device: a plug-in computes what the built-in backend does, one that cannot be used says why, and a device
-// that fails leaves the model usable.
+// Choosing a device: a plug-in computes what the built-in backend does, also where it gives only the first tokens in
+// rank; one that cannot be used says why, and a device that fails leaves the model usable.
 #include "backends.h"
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -110,6 +111,74 @@ void test_failures(const std::string& path) {
                   [&] { load_model(path, options); }));
 }
 
+// Every way to generate takes the same tokens from the first in rank as from all logits, and asks for no more than it
+// needs.
+void test_first_in_rank(const std::string& path) {
+    Model* here = load_model(path, on("cpu"));
+    Model* there = load_model(path, on("planted"));
+    const std::filesystem::path beside = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+    void* library = ::dlopen((beside / "libtinyloop_planted.so").c_str(), RTLD_NOW | RTLD_NOLOAD);
+    CHECK(library != nullptr);
+    if (!library) return;
+    const auto whole_rows = reinterpret_cast<uint64_t (*)()>(::dlsym(library, "planted_whole_rows"));
+    const std::vector<int32_t> prompt{1, 2, 3}, other{4, 5, 6, 7};
+
+    const auto same = [&](bool needs_all, const std::function<std::vector<Generation>(Model*)>& call) {
+        const std::vector<Generation> expected = call(here);
+        const uint64_t before = whole_rows();
+        const std::vector<Generation> found = call(there);
+        CHECK((whole_rows() > before) == needs_all);
+        CHECK(found.size() == expected.size());
+        for (size_t i = 0; i < expected.size(); ++i) {
+            CHECK(found[i].tokens == expected[i].tokens);
+            CHECK(found[i].stats.drafted == expected[i].stats.drafted);
+            CHECK(found[i].stats.accepted == expected[i].stats.accepted);
+        }
+    };
+    struct Sampling {
+        double temperature;
+        int top_k;
+        double top_p, repetition_penalty;
+        bool needs_all;
+    };
+    for (const Sampling& s : {Sampling{0, 0, 1, 1, false},
+                              {0.9, 5, 1, 1, false},
+                              {3, 40, 0.9, 1, false},
+                              {3, 65, 0.9, 1, true},
+                              {1, 0, 1, 1, true},
+                              {0, 0, 1, 1.2, true}}) {
+        GenerateConfig config;
+        config.max_tokens = 12;
+        config.temperature = s.temperature;
+        config.top_k = s.top_k;
+        config.top_p = s.top_p;
+        config.repetition_penalty = s.repetition_penalty;
+        config.seed = 5;
+        same(s.needs_all,
+             [&](Model* model) { return std::vector{generate(model, prompt.data(), prompt.size(), config)}; });
+        same(s.needs_all, [&](Model* model) { return generate_batch(model, {prompt, other, prompt}, {config}); });
+        for (const double margin : {0.0, 0.3}) {
+            SpeculativeConfig drafts;
+            drafts.draft_loops = 1;
+            drafts.draft_ahead = 3;
+            drafts.branches = 3;
+            drafts.draft_margin = margin;
+            same(s.needs_all, [&](Model* model) {
+                return std::vector{generate_speculative(model, prompt.data(), prompt.size(), drafts, config),
+                                   generate_tree_speculative(model, prompt.data(), prompt.size(), drafts, config)};
+            });
+        }
+    }
+    GenerateConfig beams;
+    beams.max_tokens = 6;
+    beams.beam_size = 3;
+    same(true, [&](Model* model) { return std::vector{generate(model, prompt.data(), prompt.size(), beams)}; });
+    CHECK(logits(here, prompt.data(), prompt.size(), 2) == logits(there, prompt.data(), prompt.size(), 2));
+    ::dlclose(library);
+    free_model(here);
+    free_model(there);
+}
+
 }  // namespace
 
 int main() {
@@ -118,6 +187,7 @@ int main() {
     test_names();
     test_reasons();
     test_listing();
+    test_first_in_rank(file.path());
     test_failures(file.path());
     return finish();
 }

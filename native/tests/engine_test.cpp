@@ -116,12 +116,12 @@ void test_rows_at_different_loops(const std::string& path) {
     const Cache cache = model->make_cache(20, 6), other = model->make_cache(20, 6);
     const States states = model->make_states(20);
     auto row = [&](int lane, int p, int begin, int end, uint32_t flags) {
-        return tl_row{lane, p, p, p, 1, prompt[p], begin, end, lane == 0 ? p : -1, flags, 0};
+        return tl_row{lane, p, p, p, 1, prompt[p], begin, end, lane == 0 ? p : -1, flags, 0, 0};
     };
 
     std::vector<tl_row> rows;
     for (int p = 0; p < 20; ++p) rows.push_back(row(0, p, 0, 2, 0));
-    model->forward({cache.get(), other.get()}, states.get(), rows, nullptr);
+    model->forward({cache.get(), other.get()}, states.get(), rows, {});
     // Lane 0 goes on at loop 2, lane 1 starts at loop 0, in one pass and interleaved.
     std::vector<float> out(static_cast<size_t>(40) * vocab);
     rows.clear();
@@ -129,7 +129,7 @@ void test_rows_at_different_loops(const std::string& path) {
         rows.push_back(row(0, p, 2, 6, TL_ROW_LOGITS));
         rows.push_back(row(1, p, 0, 6, TL_ROW_LOGITS));
     }
-    model->forward({cache.get(), other.get()}, states.get(), rows, out.data());
+    model->forward({cache.get(), other.get()}, states.get(), rows, {out.data()});
     for (int p = 0; p < 20; ++p) {
         CHECK(std::memcmp(&out[static_cast<size_t>(2 * p) * vocab], &whole[static_cast<size_t>(p) * vocab],
                           vocab * 4) == 0);
@@ -219,7 +219,7 @@ void test_sampling() {
         for (int position = 0; position < 20000; ++position) {
             Sampler sampler(config, 5);
             std::vector<float> l = base;
-            ++counts[static_cast<size_t>(sampler.sample(l.data(), position))];
+            ++counts[static_cast<size_t>(sampler.sample({l.data()}, position))];
         }
         return counts;
     };
@@ -244,7 +244,7 @@ void test_sampling() {
     sampler.saw(2);
     sampler.saw(3);
     std::vector<float> l = base;
-    CHECK(sampler.sample(l.data(), 0) == 1);  // 2/3 < 1
+    CHECK(sampler.sample({l.data()}, 0) == 1);  // 2/3 < 1
 }
 
 }  // namespace

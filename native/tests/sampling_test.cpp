@@ -1,5 +1,5 @@
 // The sampler against its definition, written plainly with sorts (reference, below), over random and degenerate logits;
-// and against tokens that were recorded before it stopped sorting.
+// against tokens that were recorded before it stopped sorting; and from the first in rank against all logits.
 #include "sampling.h"
 
 #include <algorithm>
@@ -116,7 +116,7 @@ int32_t sampled(const Case& c, uint64_t seed, int position, std::vector<float> l
                 const uint32_t* allowed) {
     Sampler sampler(config_of(c, seed), c.vocab);
     for (const int32_t token : seen) sampler.saw(token);
-    return sampler.sample(logits.data(), position, allowed);
+    return sampler.sample({logits.data()}, position, allowed);
 }
 
 void test_definition() {
@@ -208,6 +208,76 @@ void test_rows() {
         }
 }
 
+// As a backend picks them out (backend.h).
+std::vector<Rank> first_of(const std::vector<float>& logits, int count) {
+    std::vector<Rank> ranks;
+    for (size_t id = 0; id < logits.size(); ++id)
+        if (logits[id] > -kInfinity) ranks.push_back({logits[id], static_cast<int32_t>(id)});
+    std::sort(ranks.begin(), ranks.end(), before);
+    ranks.resize(static_cast<size_t>(count), {-kInfinity, -1});
+    return ranks;
+}
+
+int32_t sampled_from_first(const Case& c, uint64_t seed, int position, const std::vector<float>& logits, int more) {
+    Sampler sampler(config_of(c, seed), c.vocab);
+    const int count = sampler.decisive(128) + more;
+    std::vector<Rank> first = first_of(logits, count);
+    return sampler.sample({nullptr, first.data(), count}, position);
+}
+
+// The first in rank give the token that all logits give.
+void test_first_in_rank() {
+    int tried = 0, wrong = 0;
+    for (const int vocab : {1, 100, 3000})
+        for (int shape = 0; shape < 4; ++shape) {
+            const std::vector<float> logits = draw_logits(vocab, shape, 23);
+            for (int top_k = 1; top_k <= 128; ++top_k)
+                for (const double temperature : {0.0, 0.7, 30.0})
+                    for (const double top_p : {1.0, 0.8}) {
+                        const uint64_t seed = static_cast<uint64_t>(++tried);
+                        const Case c{vocab, temperature, top_k, top_p, tried % 3 ? 0.0 : 0.04, 1, shape, false};
+                        const int32_t expected = sampled(c, seed, tried, logits, {}, nullptr);
+                        wrong += sampled_from_first(c, seed, tried, logits, tried % 4) != expected;
+                    }
+        }
+    CHECK(tried > 9000 && wrong == 0);
+
+    std::vector<float> odd(300, -kInfinity);
+    const Case greedy{300, 0, 0, 1, 0, 1, 0, false}, warm{300, 1, 40, 1, 0, 1, 0, false};
+    const auto same = [&](int32_t expected) {
+        for (const Case& c : {greedy, warm}) {
+            CHECK(sampled(c, 1, 1, odd, {}, nullptr) == expected);
+            CHECK(sampled_from_first(c, 1, 1, odd, 0) == expected);
+        }
+    };
+    same(0);
+    odd[7] = std::nanf("");
+    same(0);
+    odd[260] = -2;
+    same(260);
+    odd[290] = odd[280] = kInfinity;
+    same(280);
+
+    const auto decisive = [](double temperature, int top_k, double penalty, int most) {
+        const Case c{300, temperature, top_k, 1, 0, penalty, 0, false};
+        return Sampler(config_of(c), c.vocab).decisive(most);
+    };
+    CHECK(decisive(0, 0, 1, 128) == 1 && decisive(0, 50, 1, 128) == 1 && decisive(1, 50, 1, 128) == 50);
+    CHECK(decisive(1, 0, 1, 128) == 0 && decisive(1, 129, 1, 128) == 0 && decisive(0, 0, 1.1, 128) == 0);
+    CHECK(decisive(0, 0, 1, 0) == 0);
+}
+
+// A token that is dropped is behind all others, in either form.
+void test_dropped() {
+    std::vector<float> logits = {1, 5, 3, 4};
+    std::vector<Rank> first = first_of(logits, 3);
+    const RowLogits all{logits.data()}, some{nullptr, first.data(), 3};
+    for (const RowLogits& row : {all, some})
+        for (const int32_t token : {1, 3}) row.drop(token);
+    CHECK(logits[1] < -1e38f && logits[3] < -1e38f && logits[2] == 3);
+    CHECK(first[0].id == 2 && first[0].logit == 3 && first[1].id == 1 && first[2].id == 3 && first[1].logit < -1e38f);
+}
+
 // A token that is taken back leaves no trace in the penalty, one that was there twice stays.
 void test_taken_back() {
     Case c{4, 0, 0, 1, 0, 4, 0, false};
@@ -250,6 +320,8 @@ void test_degenerate() {
 int main() {
     test_rows();
     test_taken_back();
+    test_first_in_rank();
+    test_dropped();
     test_degenerate();
     test_definition();
     test_recorded();

@@ -3,6 +3,7 @@ quick enough for every run. Left out where the C++ tests were not built before."
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,47 @@ def test_bits_do_not_depend_on_chunks_or_the_batch(path: Path, model: Model) -> 
     configs = [GenerateConfig(loops=LOOPS, max_tokens=4, temperature=1.0, seed=lane) for lane in range(4)]
     alone = [model.generate(prompt, own).tokens for prompt, own in zip(prompts, configs, strict=True)]
     assert [lane.tokens for lane in model.generate_batch(prompts, configs)] == alone
+
+
+def bytes_to_host() -> int:
+    """That the emulated device has sent so far (native/src/cuda/emulator/controls.h)."""
+    emulator = ctypes.CDLL(str(BUILT / "libtinyloop_emulated.so")).tinyloop_emulator
+    emulator.restype = ctypes.POINTER(ctypes.c_uint64)
+    return int(emulator()[6])
+
+
+def test_what_crosses_is_what_sampling_needs(model: Model) -> None:
+    tokens, vocab = 5, models.FAMILY["everything"]["vocab_size"]
+
+    def crossing(temperature: float = 0, top_k: int = 0, repetition_penalty: float = 1) -> int:
+        config = GenerateConfig(
+            loops=LOOPS,
+            max_tokens=tokens,
+            ignore_eos=True,
+            temperature=temperature,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+        )
+        before = bytes_to_host()
+        model.generate(PROMPT, config)
+        return bytes_to_host() - before
+
+    assert 0 < crossing() <= tokens * (8 + 4)  # a token with its logit; how many loops were run
+    assert crossing(temperature=1, top_k=8) <= tokens * (8 * 8 + 4)
+    assert crossing(temperature=1) >= tokens * vocab * 4
+    assert crossing(repetition_penalty=1.2) >= tokens * vocab * 4
+
+
+def test_the_first_in_rank_give_the_tokens_that_all_logits_give(model: Model) -> None:
+    found = model.generate(PROMPT, GenerateConfig(loops=LOOPS, max_tokens=6, ignore_eos=True)).tokens
+    rows = model.logits(PROMPT + found, LOOPS)[len(PROMPT) - 1 : -1]
+    assert found == [int(row.argmax()) for row in rows]
+    for seed in range(4):
+        some, every = (  # 100 of 61 tokens are all of them
+            GenerateConfig(loops=LOOPS, max_tokens=6, temperature=1.5, top_p=0.95, seed=seed, top_k=top_k)
+            for top_k in (100, 0)
+        )
+        assert model.generate(PROMPT, some).tokens == model.generate(PROMPT, every).tokens
 
 
 @pytest.mark.parametrize("mode", ["fp16", "int8", "h_fp16", "h_int8", "int4"])

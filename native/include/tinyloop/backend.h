@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define TL_BACKEND_ABI 2
+#define TL_BACKEND_ABI 3
 
 /* TL_INT8: one scale per output. TL_INT4: one scale per output and 32 inputs. Rows that meet them are quantised too. */
 enum tl_dtype { TL_F32 = 0, TL_F16 = 1, TL_BF16 = 2, TL_INT8 = 4, TL_INT4 = 5 };
@@ -127,7 +127,14 @@ typedef struct tl_row {
     float exit_threshold; /* > 0: stop looping when the exit gate's cumulative probability reaches it, or, in a model
                              without a gate, when |h(t+1) - h(t)| < exit_threshold * |h(t)|; the slots of the loops left
                              out are filled from the last one run */
+    int32_t best;         /* with TL_ROW_LOGITS: how many tokens it wants, the first in rank; 0: the logits of all */
 } tl_row;
+
+/* A token's place among the others of a row: the larger logit first, equal logits by id. */
+typedef struct tl_rank {
+    float logit;
+    int32_t id;
+} tl_rank;
 
 typedef struct tl_model tl_model;
 typedef struct tl_cache tl_cache;   /* the K/V of one lane: a slot per prelude layer, coda layer, (loop, core layer) */
@@ -136,6 +143,7 @@ typedef struct tl_states tl_states; /* saved hidden states: per index the core s
 typedef struct tl_backend {
     uint32_t abi, size;
     const char* name;
+    int32_t most_best; /* the most that a row may want in `best`; 0: rows always want the logits of all tokens */
 
     /* How many devices can be used; 0 puts the reason (no driver, too old a one ...) into the status. Both calls need
        no model, take nothing of a device's memory, and return within 0.1 s where there is none. */
@@ -165,10 +173,12 @@ typedef struct tl_backend {
     /* Copies one slot over another in every layer and loop. */
     int (*cache_move)(tl_model*, tl_cache*, int32_t to_slot, int32_t from_slot, tl_status*);
 
-    /* logits: (number of rows with TL_ROW_LOGITS, vocab_size), in row order. n_rows <= max_rows. loops_run: (n_rows),
-       the loop each row stopped at, or NULL. */
+    /* Of the rows with TL_ROW_LOGITS, in row order: logits: (those that want all, vocab_size); best: one behind the
+       other what each of the others wants, best first. A logit that is NaN or -infinity has no rank; where fewer have
+       one than are wanted, {-infinity, -1} follows. n_rows <= max_rows. loops_run: (n_rows), the loop each row stopped
+       at, or NULL. */
     int (*forward)(tl_model*, tl_cache* const* caches, int32_t n_caches, tl_states* states, const tl_row* rows,
-                   int32_t n_rows, float* logits, int32_t* loops_run, tl_status*);
+                   int32_t n_rows, float* logits, tl_rank* best, int32_t* loops_run, tl_status*);
 } tl_backend;
 
 /* What a plug-in library, libtinyloop_<device>.so, exports as `tinyloop_backend`. */

@@ -71,7 +71,7 @@ int cache_move(tl_model*, tl_cache* cache, int32_t to_slot, int32_t from_slot, t
 }
 
 int forward(tl_model* model, tl_cache* const* caches, int32_t, tl_states* states, const tl_row* rows, int32_t n_rows,
-            float* logits, int32_t* loops_run, tl_status* status) {
+            float* logits, tl_rank*, int32_t* loops_run, tl_status* status) {
     return guarded(status, [&] {
         model->forward(caches, states, rows, n_rows, logits, loops_run);
         return TL_OK;
@@ -82,6 +82,7 @@ constexpr tl_backend kTable = {
     .abi = TL_BACKEND_ABI,
     .size = sizeof(tl_backend),
     .name = "cpu",
+    .most_best = 0,
     .device_count = device_count,
     .device_info = device_info,
     .model_create = model_create,

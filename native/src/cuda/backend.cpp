@@ -93,17 +93,17 @@ int cache_move(tl_model* model, tl_cache* cache, int32_t to_slot, int32_t from_s
 }
 
 int forward(tl_model* model, tl_cache* const* caches, int32_t, tl_states* states, const tl_row* rows, int32_t n_rows,
-            float* logits, int32_t* loops_run, tl_status* status) {
+            float* logits, tl_rank* best, int32_t* loops_run, tl_status* status) {
     return guarded(status, [&] {
         model->device->use();
-        model->forward(caches, states, rows, n_rows, logits, loops_run);
+        model->forward(caches, states, rows, n_rows, logits, best, loops_run);
     });
 }
 
-const tl_backend kTable = {TL_BACKEND_ABI, sizeof(tl_backend), TINYLOOP_DEVICE_NAME, device_count, device_info,
-                           model_create,   model_destroy,      model_bytes,          free_bytes,   model_level,
-                           steps,          cache_create,       cache_destroy,        cache_bytes,  states_create,
-                           states_destroy, states_bytes,       cache_copy,           cache_move,   forward};
+const tl_backend kTable = {
+    TL_BACKEND_ABI, sizeof(tl_backend), TINYLOOP_DEVICE_NAME, kMostBest,    device_count, device_info,  model_create,
+    model_destroy,  model_bytes,        free_bytes,           model_level,  steps,        cache_create, cache_destroy,
+    cache_bytes,    states_create,      states_destroy,       states_bytes, cache_copy,   cache_move,   forward};
 
 }  // namespace
 

@@ -4,6 +4,8 @@
 
 namespace tinyloop::gpu {
 
+constexpr int kMostBest = 128;  // tokens, the first in rank, that a row may want
+
 struct Shape {  // of a model
     int d_model, n_heads, n_kv_heads, head_dim, d_ffn, vocab_size;
     int width;    // floats from one row of d_model to the next

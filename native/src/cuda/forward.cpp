@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "best.h"
 #include "product.h"
 #include "settle.h"
 
@@ -131,15 +132,19 @@ void tl_model::prepare(const Call& call, const Plan& plan) {
     for (const ListPlan* list : {&plan.fresh, &plan.coda}) splits = std::max(splits, splits_of(call, *list));
     for (const ListPlan& list : plan.core) splits = std::max(splits, splits_of(call, list));
     reserve(partial_, partial_bytes(call.row_count, splits));
+    const size_t ranks = sizeof(tl_rank) * static_cast<size_t>(std::min(kLogitRows, call.row_count) * call.best);
+    reserve(best_, ranks);
+    reserve(found_, ranks * blocks(desc.vocab_size, kSlice));
 }
 
 void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row* rows, int n_rows, float* logits,
-                       int32_t* loops_run) {
+                       tl_rank* best, int32_t* loops_run) {
     if (n_rows <= 0) return;
     const bool again = n_rows <= std::min(kGraphRows, max_rows) && repeats(caches, rows, n_rows);
     const int padded_rows = again ? std::min(power_of_two(n_rows), max_rows) : 0;
     Plan plan(limits_, caches, rows, n_rows, padded_rows);
-    Call call{&plan, states, {}, std::max(n_rows, padded_rows), again, {}};
+    const int most_best = plan.most_best ? power_of_two(plan.most_best) : 0;
+    Call call{&plan, states, {}, std::max(n_rows, padded_rows), most_best, again, {}};
     prepare(call, plan);
     const std::vector<char> table = plan.table(projected_.as<float>());
     device->upload(table_.as<void>(), table.data(), table.size());
@@ -149,13 +154,14 @@ void tl_model::forward(tl_cache* const* caches, tl_states* states, const tl_row*
         run_again(call, rows[0].loop_end);
     else
         work(call);
-    const int wanted = again ? n_rows : plan.head.count;
-    for (int first = 0; first < wanted; first += kLogitRows) {
-        const int count = std::min(kLogitRows, wanted - first);
+    std::vector<const tl_row*> wanted;
+    for (int i = 0; i < n_rows; ++i)
+        if (rows[i].flags & TL_ROW_LOGITS) wanted.push_back(rows + i);
+    const int total = static_cast<int>(wanted.size());
+    for (int first = 0; first < total; first += kLogitRows) {
+        const int count = std::min(kLogitRows, total - first);
         if (!again) head(call, first, count);
-        const size_t floats = static_cast<size_t>(count) * static_cast<size_t>(desc.vocab_size);
-        device->download(logits, logits_.as<void>(), sizeof(float) * floats);
-        logits += floats;
+        fetch(call, wanted.data() + first, count, logits, best);
     }
     if (loops_run) device->download(loops_run, loops_run_.as<void>(), sizeof(int32_t) * static_cast<size_t>(n_rows));
     device->wait();
@@ -168,7 +174,8 @@ void tl_model::run_again(Call& call, int loops) {
         head(call, 0, call.row_count);
     };
     if (graphs_.size() >= kMostGraphs) forget_graphs();
-    Recorded& recorded = graphs_[{call.row_count, loops, splits_of(call, call.plan->all), call.plan->adaptive}];
+    Recorded& recorded =
+        graphs_[{call.row_count, loops, splits_of(call, call.plan->all), call.best, call.plan->adaptive}];
     if (!recorded.wanted || !records_graphs_) {
         recorded.wanted = true;
         return whole();
@@ -369,6 +376,31 @@ void tl_model::head(Call& call, int first, int count) {
     p.to_width = desc.vocab_size;
     p.scale = desc.logit_scale;
     multiply(p, count, matrix.dtype);
+    if (!call.best) return;
+    const unsigned slices = blocks(desc.vocab_size, kSlice);
+    launch(*device, dim3(static_cast<unsigned>(count), slices), 32, best_shared(static_cast<int>(slices)),
+           tinyloop::gpu::best,
+           Best{call.rows, p.list, logits_.as<float>(), desc.vocab_size, static_cast<int>(slices), call.best,
+                found_.as<tl_rank>(), arrived_.as<int>(), best_.as<tl_rank>()});
+}
+
+// To the host what these rows want, the first ones of logits_ and best_; both ends move on.
+void tl_model::fetch(const Call& call, const tl_row* const* rows, int count, float*& logits, tl_rank*& best) {
+    const size_t vocab = static_cast<size_t>(desc.vocab_size), stride = static_cast<size_t>(call.best);
+    std::vector<tl_rank> ranks(static_cast<size_t>(count) * stride);
+    if (stride) device->download(ranks.data(), best_.as<void>(), sizeof(tl_rank) * ranks.size());
+    for (int i = 0; i < count;) {
+        if (rows[i]->best) {
+            best = std::copy_n(ranks.data() + static_cast<size_t>(i) * stride, rows[i]->best, best);
+            ++i;
+            continue;
+        }
+        const int begin = i;
+        while (i < count && !rows[i]->best) ++i;
+        const size_t floats = static_cast<size_t>(i - begin) * vocab;
+        device->download(logits, logits_.as<float>() + static_cast<size_t>(begin) * vocab, sizeof(float) * floats);
+        logits += floats;
+    }
 }
 
 // ---------------------------------------------------------------- products

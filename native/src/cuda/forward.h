@@ -19,7 +19,7 @@ struct tl_model {
     ~tl_model();
 
     void forward(tl_cache* const* caches, tl_states* states, const tl_row* rows, int n_rows, float* logits,
-                 int32_t* loops_run);
+                 tl_rank* best, int32_t* loops_run);
     uint64_t bytes() const { return device->held(tinyloop::gpu::Use::model); }
 
     const std::shared_ptr<tinyloop::gpu::Device> device;
@@ -37,10 +37,11 @@ struct tl_model {
         tl_states* states;
         tinyloop::gpu::Rows rows;
         int row_count;  // with padding
+        int best;       // pairs that a row of best_ has; 0: every row wants all logits
         bool again;     // a decode step that may run as a graph
         Taken pending;
     };
-    using GraphShape = std::tuple<int, int, int, bool>;  // padded rows, loops, splits, whether rows may stop early
+    using GraphShape = std::tuple<int, int, int, int, bool>;  // padded rows, loops, splits, best, may rows stop early
     struct Recorded {
         void* graph = nullptr;
         uint64_t steps = 0;
@@ -60,6 +61,7 @@ struct tl_model {
     void layer(Call& call, const tinyloop::gpu::ListPlan& list, int step, int index, tinyloop::gpu::Visits visits);
     void attention(Call& call, const tinyloop::gpu::ListPlan& list, int step, tinyloop::gpu::Visits visits);
     void head(Call& call, int first, int count);
+    void fetch(const Call& call, const tl_row* const* rows, int count, float*& logits, tl_rank*& best);
 
     tinyloop::gpu::List list_of(const Call& call, const tinyloop::gpu::ListPlan& list, int step) const;
     tinyloop::gpu::Residual residual(const tinyloop::gpu::Memory& x, const Taken& taken) const;
@@ -75,7 +77,7 @@ struct tl_model {
     tinyloop::gpu::Weights weights_;
     tinyloop::gpu::Memory x_, y_, e_, before_, out_;              // (max_rows, width); y_ is x between a layer's halves
     tinyloop::gpu::Memory queries_, attended_, gated_;            // (max_rows, n_heads * head_dim), (max_rows, d_ffn)
-    tinyloop::gpu::Memory logits_;                                // (kLogitRows, vocab_size)
+    tinyloop::gpu::Memory logits_, best_, found_;                 // (kLogitRows, vocab_size); best.h
     tinyloop::gpu::Memory loops_run_, stayed_, arrived_;          // per row; per attention block
     tinyloop::gpu::Memory table_, angles_, partial_, projected_;  // grow on demand
     std::map<GraphShape, Recorded> graphs_;

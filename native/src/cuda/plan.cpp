@@ -30,6 +30,7 @@ Plan::Plan(const Limits& limits, tl_cache* const* caches, const tl_row* rows, in
         appends_kv = appends_kv || !inputs;
         adaptive = adaptive || row.exit_threshold > 0;
         resumes = resumes || row.loop_begin > 0;
+        if (row.flags & TL_ROW_LOGITS) most_best = std::max(most_best, row.best);
     }
     for (const CacheView& view : views_) {
         projected_at_.push_back(projected_floats);

@@ -30,6 +30,7 @@ class Plan {
     std::vector<ListPlan> core;  // per step
     bool keeps_states = false, holds_inputs = false, appends_kv = false, adaptive = false, resumes = false;
     int positions = 0;            // one more than the highest
+    int most_best = 0;            // that a row wants
     size_t projected_floats = 0;  // work space for keys and values of stored inputs
 
     // The table: rows, views, entries, groups, tiles, each aligned. `projected` is that work space.

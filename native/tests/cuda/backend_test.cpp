@@ -2,6 +2,8 @@
 // cache modes, windows, draft trees, resumed rows and early exits. Within the plug-in bits are compared: what a row
 // computes does not depend on the rows beside it, on chunks, on the order of threads, or on graphs.
 //
+// A row that wants the first tokens in rank gets them, and no more crosses to the host.
+//
 // backend_test PLUGIN [short]: short leaves out what only repeats, where every access is watched.
 #include <dlfcn.h>
 
@@ -177,6 +179,86 @@ void test_splits(const tl_backend& device, int mode, bool brief) {
     }
 }
 
+// ---------------------------------------------------------------- what crosses to the host
+
+// The first in rank of a row of logits, by their definition.
+std::vector<tl_rank> ranked(const float* logits, int vocab, int count) {
+    std::vector<tl_rank> out;
+    for (int id = 0; id < vocab; ++id)
+        if (logits[id] > -INFINITY) out.push_back({logits[id], id});
+    std::stable_sort(out.begin(), out.end(), [](const tl_rank& a, const tl_rank& b) { return a.logit > b.logit; });
+    out.resize(static_cast<size_t>(count), {-INFINITY, -1});
+    return out;
+}
+
+// Rows that want the first in rank get what sorting all their logits gives, beside rows that want all.
+void check_first(Model& model, const std::vector<tl_row>& rows) {
+    std::vector<tl_row> plain = rows;
+    for (tl_row& r : plain) r.best = 0;
+    const std::vector<float> all = model.run(plain);
+    Model::Wanted expected;
+    const float* from = all.data();
+    for (const tl_row& r : rows) {
+        const std::vector<tl_rank> best = ranked(from, model.vocab, r.best);
+        expected.best.insert(expected.best.end(), best.begin(), best.end());
+        if (!r.best) expected.logits.insert(expected.logits.end(), from, from + model.vocab);
+        from += model.vocab;
+    }
+    const Model::Wanted found = model.first_of(rows);
+    CHECK(same_bits(found.logits, expected.logits));
+    CHECK(found.best.size() == expected.best.size());
+    size_t wrong = 0;
+    for (size_t i = 0; i < found.best.size(); ++i)
+        wrong += found.best[i].id != expected.best[i].id || found.best[i].logit != expected.best[i].logit;
+    CHECK(wrong == 0);
+}
+
+// Over three slices, where many tokens have the same logit, and some NaN or infinity.
+void test_first_in_rank(const tl_backend& device, tinyloop_emulator_controls* emulator, bool brief) {
+    Family family = kFamilies[0];
+    family.vocab = 2100;
+    const Tiny tiny(family);
+    auto* head = const_cast<float*>(static_cast<const float*>(tiny.desc.head.data));
+    const auto row_of = [&](int id) { return head + id * family.d_model; };
+    for (int id = 40; id < family.vocab; ++id) std::copy_n(row_of(id * 7 % 40), family.d_model, row_of(id));
+    Model model(device, tiny.desc, 64);
+    for (int i = 0; i < 3; ++i) model.add_cache(TL_CACHE_FP16, 64, 2);
+    std::vector<tl_row> rows = sequence(0, 0, brief ? 6 : 40, 2);
+    const int wanted[] = {0, 1, 128, 2, 0, 0, 40, 1};
+    for (size_t i = 0; i < rows.size(); ++i) rows[i].best = wanted[i % 8];
+    check_first(model, rows);
+    if (emulator) emulator->order = TL_ORDER_SHUFFLED;
+    const uint64_t graphs = emulator ? emulator->graph_runs : 0;
+    for (int p = 40; p < (brief ? 41 : 44); ++p) {  // decode steps, which become graphs
+        rows.clear();
+        for (int lane = 0; lane < 3; ++lane) rows.push_back(row(lane, p, 2, TL_ROW_LOGITS));
+        for (tl_row& r : rows) r.best = 5;
+        check_first(model, rows);
+        rows[1].best = 0;
+        check_first(model, rows);
+        const uint64_t before = emulator ? emulator->bytes_to_host : 0;
+        for (tl_row& r : rows) r.best = 1;
+        model.first_of(rows);
+        CHECK(!emulator || emulator->bytes_to_host - before == rows.size() * sizeof(tl_rank));
+    }
+    CHECK(!emulator || brief || emulator->graph_runs > graphs);
+    if (emulator) emulator->order = TL_ORDER_FORWARD;
+
+    for (const int id : {3, 700, 2099}) std::fill_n(row_of(id), family.d_model, NAN);
+    for (const int id : {1030, 1031}) row_of(id)[0] = INFINITY;  // of either sign, by the row
+    for (const int id : {5, 2000}) row_of(id)[0] = -INFINITY;
+    Model odd(device, tiny.desc, 64);
+    odd.add_cache(TL_CACHE_FP16, 64, 2);
+    rows = sequence(0, 0, 3, 2);
+    for (tl_row& r : rows) r.best = 9;
+    check_first(odd, rows);
+
+    for (int id = 1; id < family.vocab; ++id) std::fill_n(row_of(id), family.d_model, NAN);
+    Model single(device, tiny.desc, 64);
+    single.add_cache(TL_CACHE_FP16, 64, 2);
+    check_first(single, rows);  // one token has a rank, the others are none
+}
+
 // The account is exact, and what does not fit is refused without harm.
 void test_memory(const tl_backend& device, tinyloop_emulator_controls& emulator) {
     const uint64_t before = emulator.memory_held;
@@ -206,8 +288,8 @@ void test_memory(const tl_backend& device, tinyloop_emulator_controls& emulator)
         std::vector<float> logits(static_cast<size_t>(model.vocab));
         tl_row far = row(0, 4000, 3, TL_ROW_LOGITS);
         far.slot = far.base = 20;
-        CHECK(device.forward(model.get(), model.caches.data(), 1, nullptr, &far, 1, logits.data(), nullptr, &status) ==
-              TL_NO_MEMORY);
+        CHECK(device.forward(model.get(), model.caches.data(), 1, nullptr, &far, 1, logits.data(), nullptr, nullptr,
+                             &status) == TL_NO_MEMORY);
         CHECK(same_bits(model.run(sequence(0, 0, 8, 3)), expected));
         emulator.memory_limit = UINT64_MAX;
     }
@@ -238,6 +320,7 @@ int main(int argc, char** argv) {
     tinyloop_emulator_controls* emulator = controls ? controls() : nullptr;
     CHECK(device.abi == TL_BACKEND_ABI && device.size == sizeof(tl_backend));
     test_weights(device, cpu);
+    test_first_in_rank(device, emulator, brief);
     for (int mode = 0; mode < 5; ++mode) {
         if (brief && (mode == TL_CACHE_H_FP16 || mode == TL_CACHE_H_INT8)) continue;
         const Family &family = kFamilies[(mode + 1) % 5], &other = kFamilies[(mode + 3) % 5];

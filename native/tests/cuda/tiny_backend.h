@@ -247,13 +247,30 @@ class Model {
             tl_status status{};
             const int result =
                 backend_.forward(model_, caches.data(), static_cast<int>(caches.size()), states, rows.data() + begin,
-                                 static_cast<int>(count), some.data(), loops_run.data() + begin, &status);
+                                 static_cast<int>(count), some.data(), nullptr, loops_run.data() + begin, &status);
             if (result != TL_OK) std::printf("%s\n", status.message);
             CHECK(result == TL_OK);
             size_t wanted = 0;
             for (size_t i = begin; i < begin + count; ++i) wanted += (rows[i].flags & TL_ROW_LOGITS) != 0;
             out.insert(out.end(), some.begin(), some.begin() + static_cast<std::ptrdiff_t>(wanted * vocab));
         }
+        return out;
+    }
+    // What rows of one call get that want the first in rank, some of them, or all logits.
+    struct Wanted {
+        std::vector<float> logits;
+        std::vector<tl_rank> best;
+    };
+    Wanted first_of(const std::vector<tl_row>& rows) {
+        Wanted out;
+        for (const tl_row& r : rows) {
+            out.logits.resize(out.logits.size() + static_cast<size_t>(r.best ? 0 : vocab), NAN);
+            out.best.resize(out.best.size() + static_cast<size_t>(r.best));
+        }
+        tl_status status{};
+        CHECK(backend_.forward(model_, caches.data(), static_cast<int>(caches.size()), states, rows.data(),
+                               static_cast<int>(rows.size()), out.logits.data(), out.best.data(), nullptr,
+                               &status) == TL_OK);
         return out;
     }
     tl_model* get() const { return model_; }
@@ -270,7 +287,7 @@ class Model {
 };
 
 inline tl_row row(int cache, int position, int loops, uint32_t flags, int state = -1) {
-    return {cache, position, position, position, 1, (position * 7 + 1) % 33, 0, loops, state, flags, 0};
+    return {cache, position, position, position, 1, (position * 7 + 1) % 33, 0, loops, state, flags, 0, 0};
 }
 
 inline std::vector<tl_row> sequence(int cache, int begin, int end, int loops, uint32_t flags = TL_ROW_LOGITS) {

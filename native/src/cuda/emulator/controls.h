@@ -11,6 +11,7 @@ struct tinyloop_emulator_controls {
     uint64_t memory_held;   // bytes allocated and not released
     uint64_t launches;      // kernels started so far, one by one or by a graph
     uint64_t graph_runs;
+    uint64_t bytes_to_host;
 };
 
 typedef struct tinyloop_emulator_controls* (*tinyloop_emulator_entry)(void);

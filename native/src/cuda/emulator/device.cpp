@@ -48,7 +48,10 @@ void Device::release(void* memory, size_t bytes, Use use) noexcept {
 void Device::upload(void* to, const void* from, size_t bytes) {
     if (bytes) std::memcpy(to, from, bytes);
 }
-void Device::download(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
+void Device::download(void* to, const void* from, size_t bytes) {
+    std::memcpy(to, from, bytes);
+    tinyloop_emulator()->bytes_to_host += bytes;
+}
 void Device::clear(void* memory, size_t bytes) {
     if (bytes) std::memset(memory, 0, bytes);
 }

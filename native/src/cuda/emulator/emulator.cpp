@@ -44,7 +44,7 @@ struct Block {
 
 std::mutex one_at_a_time;  // the fibers and what they see are the process's
 Block block;
-tinyloop_emulator_controls controls{TL_ORDER_FORWARD, 1, UINT64_MAX, 0, 0, 0};
+tinyloop_emulator_controls controls{TL_ORDER_FORWARD, 1, UINT64_MAX, 0, 0, 0, 0};
 
 std::string where(const Thread& thread) { return std::string(thread.file) + ":" + std::to_string(thread.line); }
 
