@@ -1,10 +1,13 @@
-// The emulated device: host memory, and kernels that run when they are launched.
+// The emulated devices: host memory, and kernels that run when they are launched. There is one, in the host's memory,
+// unless the environment says otherwise: EMULATED_GPUS=N, EMULATED_GPU_MIB=N of memory for each in every process.
 #include "device.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <vector>
 
 #include "emulator/controls.h"
@@ -16,14 +19,38 @@ namespace {
 
 using Graph = std::vector<std::function<void()>>;
 
+constexpr int kMostDevices = 16;
+uint64_t taken[kMostDevices];  // bytes of each device
+
+// The value of a variable of the environment, 0 where it is no number.
+std::optional<uint64_t> number(const char* variable) {
+    const char* text = std::getenv(variable);
+    if (!text) return {};
+    uint64_t value = 0;
+    const char* end = text + std::strlen(text);
+    const auto [stop, error] = std::from_chars(text, end, value);
+    return error == std::errc() && stop == end && value < uint64_t{1} << 40 ? value : 0;
+}
+
+uint64_t own_memory() { return number("EMULATED_GPU_MIB").value_or(0) << 20; }
+
 }  // namespace
 
-int Device::count(std::string&) { return 1; }
-DeviceInfo Device::info(int) { return {"kernels emulated on the CPU", 0}; }
-int64_t Device::free_bytes() const { return -1; }
+int Device::count(std::string& reason) {
+    const std::optional<uint64_t> asked = number("EMULATED_GPUS");
+    const bool good = asked.value_or(1) >= 1 && asked.value_or(1) <= kMostDevices && number("EMULATED_GPU_MIB") != 0u;
+    if (!good) reason = "EMULATED_GPUS and EMULATED_GPU_MIB: expected 1 to 16 devices, of 1 MiB or more";
+    return good ? static_cast<int>(asked.value_or(1)) : 0;
+}
+DeviceInfo Device::info(int) { return {"kernels emulated on the CPU", own_memory()}; }
+int64_t Device::free_bytes() const {
+    const uint64_t own = own_memory();
+    return own ? static_cast<int64_t>(own - std::min(own, taken[ordinal_])) : -1;
+}
 
 Device::Device(int ordinal) : ordinal_(ordinal), level_("emulated") {
-    if (ordinal != 0) throw Unavailable("no device " + std::to_string(ordinal) + ": the emulator is device 0");
+    std::string reason;
+    if (ordinal >= count(reason)) throw Unavailable("no device " + std::to_string(ordinal));
 }
 Device::~Device() { delete static_cast<Graph*>(recording_); }
 void Device::use() const {}
@@ -32,16 +59,19 @@ void* Device::allocate(size_t bytes, Use use) {
     tinyloop_emulator_controls& controls = *tinyloop_emulator();
     if (!bytes) return nullptr;
     if (bytes > controls.memory_limit - std::min(controls.memory_held, controls.memory_limit)) throw std::bad_alloc();
+    if (const int64_t free = free_bytes(); free >= 0 && bytes > static_cast<uint64_t>(free)) throw std::bad_alloc();
     void* memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
     if (!memory) throw std::bad_alloc();
     std::memset(memory, 0xFF, bytes);  // NaN: a device's memory holds anything
     controls.memory_held += bytes;
+    taken[ordinal_] += bytes;
     held_[use == Use::lane] += bytes;
     return memory;
 }
 void Device::release(void* memory, size_t bytes, Use use) noexcept {
     std::free(memory);
     tinyloop_emulator()->memory_held -= bytes;
+    taken[ordinal_] -= bytes;
     held_[use == Use::lane] -= bytes;
 }
 
