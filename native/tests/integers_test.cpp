@@ -37,7 +37,7 @@ struct Weights {
 
     Weights(int n, int k, int kind, bool extreme) : outputs(n), inputs(k), dtype(kind) {
         const bool int8 = dtype == kInt8Weights;
-        const int low = int8 ? -127 : -8, high = int8 ? 127 : 7;
+        const int low = int8 ? -128 : -8, high = int8 ? 127 : 7;  // the packer writes no -128, but a file may
         for (int i = 0; i < n * k; ++i)
             w.push_back(static_cast<int8_t>(extreme ? (draw(0, 7) ? high : low) : draw(low, high)));
         const int groups = int8 ? 1 : k / kGroup;

@@ -13,13 +13,16 @@
 //
 // Needed: Bytes (16 outputs x 4 inputs): load(p), low(p), high(p): p's bytes, or the halves of them.
 // Quad: load(q): 4 inputs of a row, for every output. kIntegerRows: how many sums fit the registers.
-// Sums (16 int32): start(offsets), which it ignores, add<one_row>(w, q), to_float.
+// Sums (16 int32): start(offsets), which it ignores, add(w, q), to_float.
 // ShortSums (2 int16 per output: inputs k % 4 < 2, the others): the same, for w in 0..15.
 // largest_magnitude(V, V): of 32 floats, as bits, so that it is not finite if one is not. store_int8(V, to): rounded to
 // nearest even. group_offsets(q, to): see Activations.
 
+// kOneRowPanels: panels that a tile of one row takes; kTogether: how many of those share what is read of the row.
+// kAhead: groups that one row's weights are fetched ahead, none where the processor does that as well by itself.
 struct Int8Format {
     using Part = Sums;
+    static constexpr int kOneRowPanels = kIntegerRows, kTogether = 1, kAhead = 0;
     static constexpr int kBytes = kGroup * kPanel;  // of a group in a panel
     static Bytes quad(const char* group, int i) { return Bytes::load(group + i * 64); }
     static V add(V sum, V part, V row_scale, const char*) { return fma(part, row_scale, sum); }
@@ -28,6 +31,7 @@ struct Int8Format {
 
 struct Int4Format {
     using Part = ShortSums;
+    static constexpr int kOneRowPanels = 2, kTogether = 2, kAhead = 7;
     static constexpr int kBytes = kGroupBytes;
     static Bytes quad(const char* group, int i) {
         const char* bytes = group + i / 2 * 64;
@@ -51,24 +55,41 @@ template <class Format, int kRows, int kPanels>
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
         for (int p = 0; p < kPanels; ++p) sum[m][p] = V::zero();
-    for (int k = 0; k < w.inputs; k += kGroup, from += Format::kBytes, q += kGroup, ++scales, offsets += 2)
-#pragma GCC unroll 16
-        for (int p = 0; p < kPanels; ++p) {
-            const char* group = from + p * w.panel_elements;
-            typename Format::Part part[kRows];
-#pragma GCC unroll 16
-            for (int m = 0; m < kRows; ++m) part[m] = Format::Part::start(offsets + m * ldg * 2);
+    constexpr int kTogether = kRows == 1 && kPanels % Format::kTogether == 0 ? Format::kTogether : 1;
+    for (int k = 0; k < w.inputs; k += kGroup, from += Format::kBytes, q += kGroup, ++scales, offsets += 2) {
+        if constexpr (kRows == 1 && Format::kAhead > 0) {  // not in a function: GCC drops calls of what only fetches
+            const char* ahead = from + Format::kAhead * Format::kBytes;
+            if (k + Format::kAhead * kGroup >= w.inputs) ahead += (kPanels - 1) * w.panel_elements;  // the next tile's
+#pragma GCC unroll 4
+            for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 8
-            for (int i = 0; i < kGroup / 4; ++i) {
-                const Bytes weights = Format::quad(group, i);
+                for (int byte = 0; byte < Format::kBytes; byte += 64)
+                    __builtin_prefetch(ahead + p * w.panel_elements + byte);
+        }
 #pragma GCC unroll 16
-                for (int m = 0; m < kRows; ++m)
-                    part[m].template add<kRows == 1>(weights, Quad::load(q + m * ldq + i * 4));
-            }
+        for (int p = 0; p < kPanels; p += kTogether) {
+            const char* group = from + p * w.panel_elements;
+            typename Format::Part part[kRows][kTogether];
 #pragma GCC unroll 16
             for (int m = 0; m < kRows; ++m)
-                sum[m][p] = Format::add(sum[m][p], part[m].to_float(), V::set1(scales[m * ldg]), group);
+#pragma GCC unroll 4
+                for (auto& one : part[m]) one = Format::Part::start(offsets + m * ldg * 2);
+#pragma GCC unroll 8
+            for (int i = 0; i < kGroup / 4; ++i)
+#pragma GCC unroll 4
+                for (int t = 0; t < kTogether; ++t) {
+                    const Bytes weights = Format::quad(group + t * w.panel_elements, i);
+#pragma GCC unroll 16
+                    for (int m = 0; m < kRows; ++m) part[m][t].add(weights, Quad::load(q + m * ldq + i * 4));
+                }
+#pragma GCC unroll 16
+            for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 4
+                for (int t = 0; t < kTogether; ++t)
+                    sum[m][p + t] = Format::add(sum[m][p + t], part[m][t].to_float(), V::set1(scales[m * ldg]),
+                                                group + t * w.panel_elements);
         }
+    }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
@@ -80,7 +101,7 @@ template <class Format, int kRows>
 void integer_rows(int n, const Panels& w, const Activations& a, const Out& out, int m0, int begin, int end) {
     if constexpr (kRows > 0) {
         if (n != kRows) return integer_rows<Format, kRows - 1>(n, w, a, out, m0, begin, end);
-        constexpr int kWide = kIntegerRows / kRows;
+        constexpr int kWide = kRows == 1 ? Format::kOneRowPanels : kIntegerRows / kRows;
         int panel = begin;
         for (; panel + kWide <= end; panel += kWide) integer_tile<Format, kRows, kWide>(w, a, out, m0, panel);
         for (; panel < end; ++panel) integer_tile<Format, kRows, 1>(w, a, out, m0, panel);

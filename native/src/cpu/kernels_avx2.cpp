@@ -120,18 +120,14 @@ struct Sums {
     __m256i low, high;
 
     static Sums start(const int16_t*) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-    template <bool kOneRow>
     void add(Bytes w, Quad q) {
-        add_int32(low, dot<kOneRow>(w.low_outputs, q.all));
-        add_int32(high, dot<kOneRow>(w.high_outputs, q.all));
+        add_int32(low, dot(w.low_outputs, q.all));
+        add_int32(high, dot(w.high_outputs, q.all));
     }
-    // The only product of bytes takes one side unsigned: the sign moves to the other side. Which side is unsigned
-    // changes no sum, but its magnitude is computed once for all rows, or once for all panels. Two products of
-    // magnitudes up to 127 stay below 2^15, so nothing saturates.
-    template <bool kOneRow>
+    // The only product of bytes takes one side unsigned: the weights, whose sign moves to the row. A file may hold a
+    // weight of -128, whose magnitude fits; a row never does. Two products stay below 2^15, so nothing saturates.
     static __m256i dot(__m256i w, __m256i q) {
-        const __m256i pairs = kOneRow ? _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(w, q))
-                                      : _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
         return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     }
     V to_float() const { return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}; }
@@ -145,7 +141,6 @@ struct ShortSums {
         __builtin_memcpy(&both, offsets, 4);
         return {_mm256_set1_epi32(both), _mm256_set1_epi32(both)};
     }
-    template <bool>
     void add(Bytes w, Quad q) {
         add_int16(low, _mm256_maddubs_epi16(w.low_outputs, q.all));
         add_int16(high, _mm256_maddubs_epi16(w.high_outputs, q.all));

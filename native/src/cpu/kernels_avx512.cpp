@@ -89,11 +89,9 @@ struct Sums {
 
     static Sums start(const int16_t*) { return {_mm512_setzero_si512()}; }
     // As in kernels_avx2.cpp, with the sign moved by a masked negation.
-    template <bool kOneRow>
     void add(Bytes w, Quad q) {
-        const __m512i by = kOneRow ? q.all : w.all, other = kOneRow ? w.all : q.all;
-        const __m512i turned = _mm512_mask_sub_epi8(other, _mm512_movepi8_mask(by), _mm512_setzero_si512(), other);
-        const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(by), turned);
+        const __m512i turned = _mm512_mask_sub_epi8(q.all, _mm512_movepi8_mask(w.all), _mm512_setzero_si512(), q.all);
+        const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w.all), turned);
         all = _mm512_add_epi32(all, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
     }
     V to_float() const { return {_mm512_cvtepi32_ps(all)}; }
@@ -107,10 +105,7 @@ struct ShortSums {
         __builtin_memcpy(&both, offsets, 4);
         return {_mm512_set1_epi32(both)};
     }
-    template <bool>
-    void add(Bytes w, Quad q) {
-        all = _mm512_add_epi16(all, _mm512_maddubs_epi16(w.all, q.all));
-    }
+    void add(Bytes w, Quad q) { all = _mm512_add_epi16(all, _mm512_maddubs_epi16(w.all, q.all)); }
     V to_float() const { return {_mm512_cvtepi32_ps(_mm512_madd_epi16(all, _mm512_set1_epi16(1)))}; }
 };
 

@@ -130,7 +130,6 @@ struct Sums {
     int32_t lane[kPanel];
 
     static Sums start(const int16_t*) { return {}; }
-    template <bool kOneRow>
     void add(const Bytes& w, Quad q) {
         for (int j = 0; j < kPanel; ++j)
             for (int t = 0; t < 4; ++t) lane[j] += static_cast<int8_t>(w.byte[j][t]) * q.q[t];
@@ -148,7 +147,6 @@ struct ShortSums {
         for (auto& output : s.lane) std::memcpy(output, offsets, sizeof output);
         return s;
     }
-    template <bool>
     void add(const Bytes& w, Quad q) {
         for (int j = 0; j < kPanel; ++j)
             for (int t = 0; t < 4; ++t) lane[j][t / 2] = static_cast<int16_t>(lane[j][t / 2] + w.byte[j][t] * q.q[t]);
