@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 OVERHEAD_BYTES = 100  # of a queued message, roughly
+RETRY_S = 0.01  # between two attempts: one at each turn of a busy loop would cost everybody else
 
 
 class Verdict(Enum):
@@ -38,6 +39,7 @@ class Outbox:
         self._max_bytes = max_bytes
         self._stall_s = stall_s
         self._backlogs: dict[bytes, _Backlog] = {}
+        self._retry_at = 0.0
 
     def __len__(self) -> int:
         """Clients that have frames waiting."""
@@ -56,8 +58,15 @@ class Outbox:
         backlog.size += size
         return self._judge(client, backlog, now)
 
+    def wake_at(self) -> float:
+        """When the next `flush` is due, seconds; infinity: nothing waits."""
+        return self._retry_at if self._backlogs else float("inf")
+
     def flush(self, now: float) -> list[tuple[bytes, Verdict]]:
-        """Tries again; returns the clients that are not FINE."""
+        """Tries again, if that is due; returns the clients that are not FINE."""
+        if now < self._retry_at:
+            return []
+        self._retry_at = now + RETRY_S
         verdicts = [(client, self._push(client, now)) for client in list(self._backlogs)]
         return [(client, verdict) for client, verdict in verdicts if verdict is not Verdict.FINE]
 

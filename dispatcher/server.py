@@ -46,7 +46,7 @@ from tinyloop_serve.protocol.zap import Gate, user_of
 
 MESSAGES_PER_TURN = 200  # from one socket
 FRAMES_KEPT = 4  # of one message: a well-formed one has three
-RETRY_S = 0.01  # for frames that a client could not take
+TELL_S = 0.5  # between two looks at what the supervisor should know
 GOODBYE_S = 0.5  # for the last frames to leave
 QUEUED_PER_CLIENT = 100  # messages inside ZeroMQ; more wait in our own outbox, where they are counted
 REFUSALS_S = 1.0  # between two log lines on keys that were refused
@@ -87,6 +87,7 @@ class Server:
         name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._core = Core(config, journal, time.monotonic(), name=name, version=version)
         self._summary = ""  # that our supervisor was told last
+        self._tell_at = 0.0  # when it is looked for another one
         self._stops = 0  # how often `stop` was called
         self._refused = 0  # keys, since the last log line on them
         self._refused_at = -REFUSALS_S
@@ -120,12 +121,10 @@ class Server:
         self._close()
 
     def _turn(self, wake_at: float) -> None:
-        until = min(wake_at, self._supervisor.wake_at())
+        until = min(wake_at, self._supervisor.wake_at(), self._outbox.wake_at())
         for link in self._links.values():
             if not link.open and link.open_at < until:
                 until = link.open_at
-        if self._outbox:
-            until = min(until, time.monotonic() + RETRY_S)
         ready = self._poller.poll(until - time.monotonic())
         now = time.monotonic()
         self._supervisor.alive(now)
@@ -147,10 +146,13 @@ class Server:
             self._say(self._verdict(client, verdict, now), now)
         if now >= wake_at:
             self._say(self._core.tick(now), now)
-            self._tell_supervisor()
+            self._tell_supervisor(now)
         self._deliver(now)
 
-    def _tell_supervisor(self) -> None:
+    def _tell_supervisor(self, now: float) -> None:
+        if now < self._tell_at:
+            return
+        self._tell_at = now + TELL_S
         if (summary := status.summary(self._core)) != self._summary:
             self._summary = summary
             self._supervisor.status(summary)
@@ -325,7 +327,7 @@ class Server:
         self._say(self._core.stop(now), now)
         self._deliver(now)
         while self._outbox and time.monotonic() < now + GOODBYE_S:
-            self._poller.poll(RETRY_S)
+            self._poller.poll(self._outbox.wake_at() - time.monotonic())
             self._outbox.flush(time.monotonic())
         self._tokenizer.close()
         self._poller.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinyloop_serve.dispatcher.outbox import OVERHEAD_BYTES, Outbox, Verdict
+from tinyloop_serve.dispatcher.outbox import OVERHEAD_BYTES, RETRY_S, Outbox, Verdict
 
 ALICE, BOB = b"alice", b"bob"
 SIZE = 900 + OVERHEAD_BYTES
@@ -45,6 +45,19 @@ def test_order_is_kept_when_it_reads_again() -> None:
     wire.post(ALICE, b"2")  # not past the first
     assert wire.outbox.flush(1.0) == []
     assert wire.taken == [(ALICE, b"1"), (ALICE, b"2")] and len(wire.outbox) == 0
+
+
+def test_a_stuck_client_is_not_tried_at_every_turn_of_the_loop() -> None:
+    wire = Wire()
+    assert wire.outbox.wake_at() == float("inf")
+    wire.stuck.add(ALICE)
+    wire.post(ALICE, b"1", now=5.0)
+    wire.outbox.flush(5.0)
+    wire.stuck.clear()
+    wire.outbox.flush(5.0 + 0.9 * RETRY_S)
+    assert not wire.taken and wire.outbox.wake_at() == 5.0 + RETRY_S
+    wire.outbox.flush(wire.outbox.wake_at())
+    assert wire.taken == [(ALICE, b"1")]
 
 
 def test_over_its_bytes_it_is_slow_and_at_twice_gone() -> None:
