@@ -1,9 +1,9 @@
 # Every target sets up what it needs in .venv and build/; nothing else on the machine is touched.
-.PHONY: help setup demo test test-emulated cuda-gates check format sanitize bench bench-engine bench-llama-cpp bench-torch bench-plots clean
+.PHONY: help setup demo test test-emulated cuda-gates avx512 check format sanitize bench bench-engine bench-llama-cpp bench-torch bench-plots clean
 PY := .venv/bin/python
 
 help: ## this list
-	@grep -hE '^[a-z]+(-emulated|-gates)?:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9]+(-emulated|-gates)?:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /make \1\t/' | expand -t 16
 
 setup: ## the package, editable, in .venv
 	@scripts/setup
@@ -23,6 +23,9 @@ test-emulated: ## the engine's Python tests on the emulated GPU
 cuda-gates: ## the CUDA plug-in without a GPU: every architecture, no spills, its instructions (needs nvcc)
 	@scripts/setup cuda-gates
 	@scripts/cuda_gates
+
+avx512: setup ## the AVX-512 kernels on an emulated processor, for machines that have none (Debian, Ubuntu)
+	@$(PY) scripts/avx512_check.py $(ARGS)
 
 check: ## format, lint, types, layering, documents
 	@scripts/setup dev

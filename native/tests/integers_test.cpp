@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "cpu/kernels.h"
+#include "levels.h"
 #include "tinyloop/backend.h"
 
 using namespace tinyloop::cpu;
@@ -15,13 +16,6 @@ namespace {
 
 std::mt19937 random_bits(5);
 int draw(int low, int high) { return low + static_cast<int>(random_bits() % static_cast<unsigned>(high - low + 1)); }
-
-std::vector<const Kernels*> levels() {
-    std::vector<const Kernels*> out;
-    for (const Kernels* k : {portable_kernels(), avx2_kernels(), avx512_kernels()})
-        if (k) out.push_back(k);
-    return out;
-}
 
 bool same(const std::vector<float>& a, const std::vector<float>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
@@ -195,7 +189,8 @@ void test_unusual_groups() {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+    choose_levels(argc, argv);
     test_quantize();
     test_unusual_groups();
     test_product();

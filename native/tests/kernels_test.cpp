@@ -2,6 +2,7 @@
 #include "cpu/kernels.h"
 
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -9,6 +10,7 @@
 
 #include "check.h"
 #include "cpu/slot_panel.h"
+#include "levels.h"
 #include "tinyloop/backend.h"
 
 using namespace tinyloop::cpu;
@@ -28,13 +30,6 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
 }
 
-std::vector<const Kernels*> levels() {
-    std::vector<const Kernels*> out;
-    for (const Kernels* k : {portable_kernels(), avx2_kernels(), avx512_kernels()})
-        if (k) out.push_back(k);
-    return out;
-}
-
 void test_half() {
     for (uint32_t bits = 0; bits < 65536; ++bits) {
         const uint16_t half = static_cast<uint16_t>(bits);
@@ -44,9 +39,9 @@ void test_half() {
     CHECK(half_to_float(0x3C00) == 1.0f && half_to_float(0x0001) == 0x1p-24f && half_to_float(0xFBFF) == -65504.0f);
     CHECK(float_to_half(1e9f) == 0x7BFF && float_to_half(-1e9f) == 0xFBFF && float_to_half(std::nanf("")) == 0xFBFF);
     CHECK(float_to_half(1.0f + 0x1p-11f) == 0x3C00 && float_to_half(1.0f + 3 * 0x1p-11f) == 0x3C02);  // ties to even
-    std::vector<float> values = {0.0f,     -0.0f,         1e9f,
-                                 -1e9f,    std::nanf(""), std::numeric_limits<float>::infinity(),
-                                 0x1p-25f, 0x1.8p-25f,    0x1p-26f};
+    std::vector<float> values = {
+        0.0f, -0.0f, 1e9f, -1e9f, std::nanf(""), std::numeric_limits<float>::infinity(), 0x1p-26f, 0x1.8p-25f};
+    if (!std::getenv("TINYLOOP_TESTS_IN_BOCHS")) values.push_back(0x1p-25f);  // a tie that Bochs 2.7 rounds to odd
     while (values.size() < 4096) {
         uint32_t raw = static_cast<uint32_t>(random_bits());
         float value;
@@ -63,33 +58,35 @@ void test_half() {
 }
 
 void test_product() {
+    const int most = 25, panels = 9, ldc = panels * kPanel;
     for (const int dtype : {static_cast<int>(TL_F32), static_cast<int>(TL_F16), static_cast<int>(TL_BF16)})
-        for (const int inputs : {1, 16, 37, 256, 300, 600})
-            for (const int rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25}) {
-                const int panels = 9, lda = inputs + 3, ldc = panels * kPanel;
-                std::vector<float> plain = draws(static_cast<size_t>(panels) * inputs * kPanel),
-                                   a = draws(static_cast<size_t>(rows) * lda);
-                std::vector<uint16_t> packed(plain.size());
-                for (size_t i = 0; i < plain.size(); ++i) {
-                    uint32_t bits;
-                    std::memcpy(&bits, &plain[i], 4);
-                    packed[i] = dtype == TL_F16 ? float_to_half(plain[i]) : static_cast<uint16_t>(bits >> 16);
-                    if (dtype == TL_F16) plain[i] = half_to_float(packed[i]);
-                    if (dtype == TL_BF16) plain[i] = bfloat_to_float(packed[i]);
+        for (const int inputs : {1, 16, 37, 256, 300, 600}) {
+            const int lda = inputs + 3;
+            std::vector<float> plain = draws(static_cast<size_t>(panels) * inputs * kPanel),
+                               a = draws(static_cast<size_t>(most) * lda);
+            std::vector<uint16_t> packed(plain.size());
+            for (size_t i = 0; i < plain.size(); ++i) {
+                uint32_t bits;
+                std::memcpy(&bits, &plain[i], 4);
+                packed[i] = dtype == TL_F16 ? float_to_half(plain[i]) : static_cast<uint16_t>(bits >> 16);
+                if (dtype == TL_F16) plain[i] = half_to_float(packed[i]);
+                if (dtype == TL_BF16) plain[i] = bfloat_to_float(packed[i]);
+            }
+            const void* data = dtype == TL_F32 ? static_cast<const void*>(plain.data()) : packed.data();
+            const Panels w{data, dtype, inputs, static_cast<size_t>(inputs) * kPanel};
+            // The definition: one fused accumulator per output, inputs in order.
+            std::vector<float> all(static_cast<size_t>(most) * ldc);
+            for (int m = 0; m < most; ++m)
+                for (int n = 0; n < ldc; ++n) {
+                    float sum = 0;
+                    for (int k = 0; k < inputs; ++k)
+                        sum =
+                            std::fma(a[static_cast<size_t>(m) * lda + k],
+                                     plain[(static_cast<size_t>(n / kPanel) * inputs + k) * kPanel + n % kPanel], sum);
+                    all[static_cast<size_t>(m) * ldc + n] = sum;
                 }
-                const void* data = dtype == TL_F32 ? static_cast<const void*>(plain.data()) : packed.data();
-                const Panels w{data, dtype, inputs, static_cast<size_t>(inputs) * kPanel};
-                // The definition: one fused accumulator per output, inputs in order.
-                std::vector<float> expected(static_cast<size_t>(rows) * ldc);
-                for (int m = 0; m < rows; ++m)
-                    for (int n = 0; n < ldc; ++n) {
-                        float sum = 0;
-                        for (int k = 0; k < inputs; ++k)
-                            sum = std::fma(a[static_cast<size_t>(m) * lda + k],
-                                           plain[(static_cast<size_t>(n / kPanel) * inputs + k) * kPanel + n % kPanel],
-                                           sum);
-                        expected[static_cast<size_t>(m) * ldc + n] = sum;
-                    }
+            for (const int rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, most}) {
+                const std::vector<float> expected(all.begin(), all.begin() + rows * ldc);
                 std::vector<float> scratch(kPanel * (rows + 256));
                 for (const Kernels* k : levels()) {
                     std::vector<float> c(expected.size());
@@ -108,25 +105,25 @@ void test_product() {
                     CHECK(same(added, wanted));
                 }
             }
+        }
 }
 
 void test_rows_of_floats() {
     for (const int n : {16, 32, 48, 512}) {
         const std::vector<float> x = draws(n), w = draws(n);
-        std::vector<float> first_norm, first_gate;
+        std::vector<float> wide = x, portable_norm(n);
+        for (float& g : wide) g *= 30;
+        std::vector<float> portable_gate = wide;
+        portable_kernels()->rmsnorm(x.data(), w.data(), 1e-5f, n, portable_norm.data());
+        portable_kernels()->swiglu(portable_gate.data(), w.data(), n);
         for (const Kernels* k : levels()) {
-            std::vector<float> norm(n), gate = x, sum = x, scaled = x;
+            std::vector<float> norm(n), gate = wide, sum = x, scaled = x;
             CHECK(k->dot(x.data(), w.data(), n) == portable_kernels()->dot(x.data(), w.data(), n));
             k->rmsnorm(x.data(), w.data(), 1e-5f, n, norm.data());
-            for (float& g : gate) g *= 30;
             k->swiglu(gate.data(), w.data(), n);
             k->add(w.data(), n, sum.data());
             k->scale(scaled.data(), n, 3.0f);
-            if (first_norm.empty()) {
-                first_norm = norm;
-                first_gate = gate;
-            }
-            CHECK(same(norm, first_norm) && same(gate, first_gate));
+            CHECK(same(norm, portable_norm) && same(gate, portable_gate));
             double squares = 0, worst = 0;
             for (const float v : x) squares += double(v) * v;
             for (int i = 0; i < n; ++i) {
@@ -194,7 +191,8 @@ struct TestRows {
         std::vector<int16_t> q_int(q.size());
         std::vector<float> q_step(count), partials(n * partial_floats(head_dim));
         std::vector<char> scratch(attend_scratch(n, head_dim));
-        for (int m = 0; m < count; ++m) k->round_queries(&q[m * head_dim], head_dim, &q_int[m * head_dim], &q_step[m]);
+        for (int m = first; m < first + n; ++m)
+            k->round_queries(&q[m * head_dim], head_dim, &q_int[m * head_dim], &q_step[m]);
         k->attend(span, {n, &q[first * head_dim], &q_int[first * head_dim], &q_step[first], &begin[first], &end[first],
                          partials.data(), scratch.data()});
         // What lies beyond the three numbers after the sums is not used.
@@ -226,29 +224,30 @@ struct TestRows {
 
 void test_attend() {
     for (const int dtype : {static_cast<int>(TL_F32), static_cast<int>(TL_F16), kInt8})
-        for (const int head_dim : {16, 48, 64, 80, 128})
-            for (const int count : {1, 2, 3, 4, 6, 7, 13, 19, 25, 48}) {
-                const TestSpan span(dtype, head_dim, false);
-                const TestRows rows(count, head_dim, 0.3f);
-                const std::vector<float> first = rows.attend(portable_kernels(), span.span, 0, count);
-                for (const Kernels* k : levels()) {
-                    CHECK(same(rows.attend(k, span.span, 0, count), first));
-                    for (int m = 0; m < count; m += 5) {  // a row is the same bits alone
-                        const std::vector<float> alone = rows.attend(k, span.span, m, 1);
-                        CHECK(std::memcmp(alone.data(), &first[m * partial_floats(head_dim)], alone.size() * 4) == 0);
-                    }
-                }
-                double worst = 0;
-                for (int m = 0; m < count; ++m) {
-                    const std::vector<double> expected = rows.expected(span, m);
-                    const float* found = &first[m * partial_floats(head_dim)];
-                    worst = std::max(worst, std::fabs(found[head_dim] - expected[head_dim]));
-                    worst = std::max(worst, std::fabs(found[head_dim + 1] / expected[head_dim + 1] - 1));
-                    for (int k = 0; k < head_dim; ++k)
-                        worst = std::max(worst, std::fabs(found[k] - expected[k]) / expected[head_dim + 1]);
-                }
-                CHECK(worst < (dtype == kInt8 ? 1e-3 : 5e-6));
+        for (const int head_dim : {16, 48, 64, 80, 128}) {
+            const TestSpan span(dtype, head_dim, false);
+            const TestRows rows(48, head_dim, 0.3f);
+            const std::vector<float> all = rows.attend(portable_kernels(), span.span, 0, rows.count);
+            const size_t size = partial_floats(head_dim);
+            auto as_in_all = [&](const std::vector<float>& found, int first) {
+                return std::memcmp(found.data(), &all[first * size], found.size() * 4) == 0;
+            };
+            for (const Kernels* k : levels()) {  // a row's bits do not depend on the rows beside it
+                for (const int count : {2, 3, 4, 6, 7, 13, 19, 25, 48})
+                    CHECK(as_in_all(rows.attend(k, span.span, 48 - count, count), 48 - count));
+                for (int m = 0; m < rows.count; ++m) CHECK(as_in_all(rows.attend(k, span.span, m, 1), m));
             }
+            double worst = 0;
+            for (int m = 0; m < rows.count; ++m) {
+                const std::vector<double> expected = rows.expected(span, m);
+                const float* found = &all[m * size];
+                worst = std::max(worst, std::fabs(found[head_dim] - expected[head_dim]));
+                worst = std::max(worst, std::fabs(found[head_dim + 1] / expected[head_dim + 1] - 1));
+                for (int k = 0; k < head_dim; ++k)
+                    worst = std::max(worst, std::fabs(found[k] - expected[k]) / expected[head_dim + 1]);
+            }
+            CHECK(worst < (dtype == kInt8 ? 1e-3 : 5e-6));
+        }
 }
 
 // The largest sums that an int8 span can make stay exact.
@@ -282,14 +281,17 @@ void test_fold() {
             total += part[head_dim + 1] * factor;
             for (int k = 0; k < head_dim; ++k) wanted[k] += part[k] * factor;
         }
-        std::vector<float> first;
-        for (const Kernels* k : levels()) {
+        auto folded = [&](const Kernels* k) {
             std::vector<float> sum(partial_floats(head_dim)), out(head_dim);
             sum[head_dim] = kNoScore;
             for (const TestSpan& span : spans) k->fold(rows.attend(k, span.span, m, 1).data(), head_dim, sum.data());
             k->finish_attention(sum.data(), head_dim, out.data());
-            if (first.empty()) first = out;
-            CHECK(same(out, first));
+            return out;
+        };
+        const std::vector<float> portable = folded(portable_kernels());
+        for (const Kernels* k : levels()) {
+            const std::vector<float> out = folded(k);
+            CHECK(same(out, portable));
             for (int i = 0; i < head_dim; ++i) CHECK(std::fabs(out[i] - wanted[i] / total) < 5e-6);
         }
     }
@@ -317,8 +319,8 @@ void test_rounding() {
 
 }  // namespace
 
-int main() {
-    for (const Kernels* k : levels()) std::printf("level %s\n", k->name);
+int main(int argc, char** argv) {
+    choose_levels(argc, argv);
     test_half();
     test_product();
     test_rows_of_floats();
