@@ -25,20 +25,12 @@ from typing import Any, NamedTuple
 from measure import checks, llama_cpp_peer, machine, models, options, ours, timing, unrolled_gguf
 from measure.llama_cpp_peer import PeerContext, PeerModel
 from measure.neighbours import Neighbours
+from measure.ours import Case
 
 from tinyloop_serve.native import Model
 
 NAMES = ("tiny", "small", "smollm2")
 CONTEXT, STEPS = 32, 32
-
-
-class Case(NamedTuple):
-    """`lanes` sequences decode, or (0) one prompt of `prompt` tokens is prefilled."""
-
-    weights: str  # ours
-    gguf: str  # theirs
-    lanes: int = 0
-    prompt: int = 0
 
 
 CASES = {
@@ -91,8 +83,8 @@ def run_model(name: str, folder: Path, chosen: argparse.Namespace) -> Iterator[t
     timing.say(f"{name}: writing the models")
     artifact = models.write(name, folder)
     cases = {case: CASES[case] for case in CASES if case in chosen.cases}
-    for precision in dict.fromkeys(case.gguf for case in cases.values()):
-        of_this = {key: case for key, case in cases.items() if case.gguf == precision}
+    for precision in dict.fromkeys(case.theirs for case in cases.values()):
+        of_this = {key: case for key, case in cases.items() if case.theirs == precision}
         path = unrolled_gguf.write(artifact, folder, precision)
         with ours.load(name, folder, next(iter(of_this.values())).weights, chosen.threads) as model:
             with PeerModel(path) as peer:
@@ -114,9 +106,7 @@ def measure(model: Model, peer: PeerModel, case: Case, chosen: argparse.Namespac
     lanes, positions = max(case.lanes, 1), case.prompt or CONTEXT + STEPS
 
     def mine() -> float:
-        if case.prompt:
-            return ours.prefill(model, case.prompt)
-        return ours.decode(model, case.lanes, CONTEXT, STEPS)
+        return ours.rate(model, case, CONTEXT, STEPS)
 
     def theirs(context: PeerContext) -> float:
         return context.prefill(case.prompt) if case.prompt else context.decode(CONTEXT, STEPS)

@@ -17,27 +17,16 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from measure import checks, machine, models, options, ours, timing
 from measure.neighbours import Neighbours
+from measure.ours import Case
 from measure.torch_peer import TorchPeer
-
-from tinyloop_serve.native import Model
 
 NAMES = ("tiny", "small")
 CONTEXT, STEPS = 32, 16
-
-
-class Case(NamedTuple):
-    """`lanes` sequences decode, or (0) one prompt of `prompt` tokens is prefilled."""
-
-    weights: str  # ours
-    kind: str  # theirs
-    lanes: int = 0
-    prompt: int = 0
-    models: tuple[str, ...] = NAMES
 
 
 CASES = {
@@ -46,8 +35,8 @@ CASES = {
     "decode_b16": Case("fp16", "fp32", lanes=16),
     "prefill512": Case("fp16", "fp32", prompt=512),
     "decode_b1_vs_bf16": Case("fp16", "bf16", lanes=1),
-    "decode_b8_vs_bf16": Case("fp16", "bf16", lanes=8, models=("tiny",)),
-    "prefill512_vs_bf16": Case("fp16", "bf16", prompt=512, models=("tiny",)),
+    "decode_b8_vs_bf16": Case("fp16", "bf16", lanes=8, only="tiny"),
+    "prefill512_vs_bf16": Case("fp16", "bf16", prompt=512, only="tiny"),
     "decode_b1_int8": Case("int8", "int8", lanes=1),
     "decode_b8_int8": Case("int8", "int8", lanes=8),
     "prefill512_int8": Case("int8", "int8", prompt=512),
@@ -79,25 +68,21 @@ def main() -> None:
 def run_model(name: str, folder: Path, chosen: argparse.Namespace) -> dict[str, dict[str, timing.Rate]]:
     weights = models.read(models.write(name, folder))
     found = {}
-    cases = {key: case for key, case in CASES.items() if key in chosen.cases and name in case.models}
-    for kind in dict.fromkeys(case.kind for case in cases.values()):
-        of_this = {key: case for key, case in cases.items() if case.kind == kind}
+    cases = {key: case for key, case in CASES.items() if key in chosen.cases and case.only in ("", name)}
+    for kind in dict.fromkeys(case.theirs for case in cases.values()):
+        of_this = {key: case for key, case in cases.items() if case.theirs == kind}
         peers = {way: TorchPeer(weights, way == "fused", kind) for way in ("fused", "plain")}
         with ours.load(name, folder, next(iter(of_this.values())).weights, chosen.threads) as model:
             for way, peer in peers.items():
                 if kind in AGREE:
                     checks.same_model(model, peer.logits, AGREE[kind], f"{name}, torch {way} {kind}")
             for key, case in of_this.items():
-                runs = {"ours": lambda c=case: mine(model, c)}
+                runs = {"ours": lambda c=case: ours.rate(model, c, CONTEXT, STEPS)}
                 runs |= {way: lambda p=peer, c=case: theirs(p, c) for way, peer in peers.items()}
                 found[key] = timing.interleave(runs, chosen.rounds)
                 of_each = ", ".join(f"{way} {rate.median:.1f}" for way, rate in found[key].items())
                 timing.say(f"{name} {key}: {of_each} tok/s")
     return found
-
-
-def mine(model: Model, case: Case) -> float:
-    return ours.prefill(model, case.prompt) if case.prompt else ours.decode(model, case.lanes, CONTEXT, STEPS)
 
 
 def theirs(peer: TorchPeer, case: Case) -> float:

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from measure import models
 from tinyloop_serve.native import GenerateConfig, Model, PrefixCache
+
+
+class Case(NamedTuple):
+    """What is compared with a peer: `lanes` sequences decode, or (0) one prompt of `prompt` tokens is
+    prefilled."""
+
+    weights: str  # ours
+    theirs: str
+    lanes: int = 0
+    prompt: int = 0
+    only: str = ""  # the one model that gets this case; "" = each does
+
+
+def rate(model: Model, case: Case, context: int, steps: int) -> float:
+    return prefill(model, case.prompt) if case.prompt else decode(model, case.lanes, context, steps)
 
 
 def load(name: str, folder: Path, weights: str, threads: int) -> Model:
