@@ -278,3 +278,19 @@ def test_when_something_ripens_later() -> None:
     queue.put(1, now=1.0, temperature=1.0)
     assert queue.buckets.ripe_at() == 0.0
     assert queue.buckets.ripe_at(after=1.0) == 1.0 + WAIT_S
+
+
+def test_one_tenants_flood_does_not_lengthen_anothers_wait() -> None:
+    queue = Queue(batch_sizes=[2, 4, 8], tenants={"big": {"weight": 3}})
+    queue.put(64, tenant="big")
+    (shape,) = [bucket.shape for bucket in queue.buckets]
+    for turn in range(1, 5):
+        assert queue.take(0.5 * turn) == (8, 8)
+    alone = queue.buckets.wait_s(shape, "big")
+    assert 2.0 < alone < 2.5, "32 are before it, 8 go every half second"
+    queue.put(1, tenant="local")
+    assert queue.buckets.wait_s(shape, "local") < 0.8 < alone < queue.buckets.wait_s(shape, "big") < 3.5
+    other = shape._replace(band=0)
+    assert queue.buckets.wait_s(other, "local") == pytest.approx(0.5), (
+        "a new bucket's turn comes as others'"
+    )
