@@ -30,6 +30,7 @@ struct Panels {
     int dtype;              // tl_dtype
     int inputs;             // k: how many of the stored inputs are used; of integer weights all, a multiple of 32
     size_t panel_elements;  // distance between panels, in elements; in bytes for integer weights
+    int panels = 0;         // how many there are, to know how far to fetch ahead
 };
 
 // The rows that a product reads: as floats, or for integer weights as int8 with a scale per group of 32 inputs.

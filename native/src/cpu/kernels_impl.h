@@ -24,10 +24,17 @@ constexpr int panels_of(int rows) {
     return kAccumulators == 6 && rows == 3 ? 1 : fit < 1 ? 1 : fit > 6 ? 6 : fit;
 }
 
+// Weights that later tiles will read: each two inputs of a tile fetch `step` bytes more of them into L2.
+struct Ahead {
+    const char* at;
+    size_t step;
+};
+
 // Adds a[m][k] * w[p][k] to kRows x kPanels accumulators, k in order. Weights are converted in registers: the
 // conversions run beside the multiply-adds, which makes them cheaper than unpacking even for many rows.
 template <int kDtype, int kRows, int kPanels>
-inline void tile(const char* w, size_t panel_bytes, const float* a, int lda, int inputs, V (&sum)[kRows][kPanels]) {
+inline void tile(const char* w, size_t panel_bytes, const float* a, int lda, int inputs, Ahead ahead,
+                 V (&sum)[kRows][kPanels]) {
     constexpr int kStep = kPanel * static_cast<int>(element_bytes<kDtype>());
     const auto weight = [&](int p, int k) {
         return V::load_as<kDtype>(w + p * panel_bytes + static_cast<size_t>(k) * kStep);
@@ -61,6 +68,8 @@ inline void tile(const char* w, size_t panel_bytes, const float* a, int lda, int
         for (; k + 2 <= inputs; k += 2) {
             for (int byte = 0; byte < 2 * kStep; byte += 64)
                 __builtin_prefetch(w + static_cast<size_t>(k) * kStep + kAhead + byte);
+            __builtin_prefetch(ahead.at, 0, 2);
+            ahead.at += ahead.step;
             step(k);
             step(k + 1);
         }
@@ -80,7 +89,7 @@ struct Out {
 };
 
 template <int kDtype, int kRows, int kPanels>
-void tile_of(const Panels& w, const float* a, int lda, const Out& out, int m0, int panel) {
+void tile_of(const Panels& w, const float* a, int lda, const Out& out, int m0, int panel, Ahead ahead) {
     V sum[kRows][kPanels];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
@@ -88,7 +97,7 @@ void tile_of(const Panels& w, const float* a, int lda, const Out& out, int m0, i
         for (int p = 0; p < kPanels; ++p) sum[m][p] = V::zero();
     const size_t panel_bytes = w.panel_elements * element_bytes<kDtype>();
     tile<kDtype, kRows, kPanels>(static_cast<const char*>(w.data) + panel * panel_bytes, panel_bytes,
-                                 a + static_cast<size_t>(m0) * lda, lda, w.inputs, sum);
+                                 a + static_cast<size_t>(m0) * lda, lda, w.inputs, ahead, sum);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
@@ -97,24 +106,26 @@ void tile_of(const Panels& w, const float* a, int lda, const Out& out, int m0, i
 
 // `n` panels from `panel` on, at most kPanels.
 template <int kDtype, int kRows, int kPanels>
-void tile_panels(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int panel) {
+void tile_panels(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int panel, Ahead ahead) {
     if constexpr (kPanels > 1) {
-        if (n < kPanels) return tile_panels<kDtype, kRows, kPanels - 1>(n, w, a, lda, out, m0, panel);
+        if (n < kPanels) return tile_panels<kDtype, kRows, kPanels - 1>(n, w, a, lda, out, m0, panel, ahead);
     }
-    tile_of<kDtype, kRows, kPanels>(w, a, lda, out, m0, panel);
+    tile_of<kDtype, kRows, kPanels>(w, a, lda, out, m0, panel, ahead);
 }
 
 // `n` rows from m0 on, at most kRows. The panels are divided evenly: a tile of one or two would be a slow rest.
 template <int kDtype, int kRows>
-void tile_rows(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int begin, int end) {
+void tile_rows(int n, const Panels& w, const float* a, int lda, const Out& out, int m0, int begin, int end,
+               Ahead ahead) {
     if constexpr (kRows > 1) {
-        if (n < kRows) return tile_rows<kDtype, kRows - 1>(n, w, a, lda, out, m0, begin, end);
+        if (n < kRows) return tile_rows<kDtype, kRows - 1>(n, w, a, lda, out, m0, begin, end, ahead);
     }
     constexpr int kWide = panels_of(kRows);
     for (int tiles = (end - begin + kWide - 1) / kWide, panel = begin; tiles > 0; --tiles) {
         const int count = (end - panel + tiles - 1) / tiles;
-        tile_panels<kDtype, kRows, kWide>(count, w, a, lda, out, m0, panel);
+        tile_panels<kDtype, kRows, kWide>(count, w, a, lda, out, m0, panel, ahead);
         panel += count;
+        ahead.at += ahead.step * ((w.inputs + 1) / 2);
     }
 }
 
@@ -123,12 +134,22 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
     const int tiles = (n_rows + kTileRows - 1) / kTileRows;
     const size_t panel_bytes = w.panel_elements * element_bytes<kDtype>();
     const int block = tiles == 1 ? end - begin : panel_bytes < kBlock ? static_cast<int>(kBlock / panel_bytes) : 1;
-    for (int panel = begin; panel < end; panel += block)
+    for (int panel = begin, last; panel < end; panel = last) {
+        last = end < panel + block ? end : panel + block;
+        // All tiles fetch a part of the next block: the first one would else wait for memory that idles beside the rest.
+        Ahead ahead{static_cast<const char*>(w.data) + last * panel_bytes, 0};
+        if (tiles > 1 && last < w.panels) {
+            const int next = w.panels - last < block ? w.panels - last : block;
+            const size_t steps = static_cast<size_t>(tiles) * (last - panel) * ((w.inputs + 1) / 2);
+            ahead.step = (next * panel_bytes + steps - 1) / steps;
+        }
         for (int t = 0, m = 0; t < tiles; ++t) {
             const int n = (n_rows - m + tiles - t - 1) / (tiles - t);
-            tile_rows<kDtype, kTileRows>(n, w, a, lda, out, m, panel, end < panel + block ? end : panel + block);
+            tile_rows<kDtype, kTileRows>(n, w, a, lda, out, m, panel, last, ahead);
             m += n;
+            ahead.at += ahead.step * ((w.inputs + 1) / 2) * (last - panel);
         }
+    }
 }
 
 #include "integer_impl.h"

@@ -23,7 +23,7 @@ class Matrix {
     int panels() const { return outputs_ / kPanel; }
     bool integers() const { return dtype_ == kInt8Weights || dtype_ == kInt4Weights; }
     size_t bytes() const { return static_cast<size_t>(panels()) * panel_bytes(); }
-    Panels view() const { return {panels_, dtype_, inputs_, panel_elements_}; }
+    Panels view() const { return {panels_, dtype_, inputs_, panel_elements_, panels()}; }
     void row(int output, float* weights) const;  // (inputs)
 
     // Stores `source` in the outputs from `first_output` on. head_dim > 0 spreads heads of that many rows (columns) to
