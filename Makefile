@@ -24,7 +24,7 @@ cuda-gates: ## the CUDA plug-in without a GPU: every architecture, no spills, it
 	@scripts/setup cuda-gates
 	@scripts/cuda_gates
 
-avx512: setup ## the AVX-512 kernels on an emulated processor, for machines that have none (Debian, Ubuntu)
+avx512: setup ## the AVX-512 kernels on an emulated processor, a PC in Bochs (on Debian; 3 minutes)
 	@$(PY) scripts/avx512_check.py $(ARGS)
 
 check: ## format, lint, types, layering, documents

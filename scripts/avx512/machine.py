@@ -55,7 +55,7 @@ def lines_of(
     (folder / "bochsrc").write_text(CONFIG.format(packages=packages, cd=cd, folder=folder))
     (folder / "bochs.rc").write_text("c\n")  # Debian's build starts in its debugger: continue
     started = time.monotonic()
-    display, terminal = pty.openpty()
+    keyboard, terminal = pty.openpty()  # its debugger and its screen want one
     with (folder / "terminal.log").open("wb") as screen:
         machine = subprocess.Popen(
             [packages / "usr/bin/bochs-bin", "-q", "-f", folder / "bochsrc", "-rc", folder / "bochs.rc"],
@@ -78,5 +78,5 @@ def lines_of(
     finally:
         machine.kill()
         machine.wait()
-        os.close(display)
+        os.close(keyboard)
         os.close(terminal)

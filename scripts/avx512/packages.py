@@ -23,7 +23,7 @@ def unpacked(root: Path) -> Path:
     if (root / "complete").exists():
         return root
     if not shutil.which("apt-get") or not shutil.which("dpkg"):
-        raise MissingPackage(f"needs apt-get and dpkg (Debian or Ubuntu), to download {', '.join(EMULATOR)}")
+        raise MissingPackage(f"needs apt-get and dpkg (Debian), to download {', '.join(EMULATOR)}")
     shutil.rmtree(root, ignore_errors=True)
     archives = root / "archives"
     archives.mkdir(parents=True)
