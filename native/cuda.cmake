@@ -56,11 +56,18 @@ if(SKBUILD OR TINYLOOP_SANITIZE STREQUAL "thread" OR NOT CMAKE_SYSTEM_PROCESSOR 
   return()
 endif()
 enable_testing()
+include(CheckCXXSourceRuns)
+set(CMAKE_REQUIRED_FLAGS -mfma)
+check_cxx_source_runs("int main() { return !__builtin_cpu_supports(\"fma\"); }" TINYLOOP_HOST_HAS_FMA)
+unset(CMAKE_REQUIRED_FLAGS)
 function(add_kernels name) # sources
   add_library(${name} OBJECT ${ARGN})
   target_include_directories(${name} PRIVATE ${cuda_includes} ${CMAKE_CURRENT_SOURCE_DIR}/tests)
   target_compile_definitions(${name} PRIVATE TINYLOOP_DEVICE_NAME="emulated")
   target_compile_options(${name} PRIVATE -Wno-unknown-pragmas) # "unroll"
+  if(TINYLOOP_HOST_HAS_FMA)
+    target_compile_options(${name} PRIVATE -mfma) # else each multiply-add is a call; the same bits
+  endif()
 endfunction()
 add_kernels(emulator ${emulator_sources})
 add_kernels(emulated_host ${host_sources})

@@ -34,8 +34,10 @@ struct Thread {
 
 struct Block {
     std::vector<Thread> threads;
-    std::vector<unsigned> ready;
+    std::vector<unsigned> turn;        // these run now, one after another; `next` is the first that has not begun
+    std::vector<unsigned> ready;       // these run in the turn after
     std::vector<unsigned> warp_waits;  // per warp: threads that wait in it
+    size_t next;
     unsigned running, block_waits, done;
     uint64_t random;
     const std::function<void()>* kernel;
@@ -66,18 +68,24 @@ void make_ready(unsigned thread) {
     block.ready.push_back(thread);
 }
 
-void wait(Wait kind, const char* file, int line) {
-    Thread& self = block.threads[block.running];
+// The running fiber stops: the next of the turn runs, or after the last the scheduler.
+void stop(bool for_good) {
+    if (block.next == block.turn.size() || !block.error.empty()) return fibers.leave(for_good);
+    block.running = current.thread.x = block.turn[block.next++];
+    fibers.pass(block.running, for_good);
+}
+
+void wait(Thread& self, Wait kind, const char* file, int line) {
     self.wait = kind;
     self.file = file;
     self.line = line;
-    fibers.leave(false);
 }
 
 void body() {
     (*block.kernel)();
     block.threads[block.running].wait = Wait::done;
-    fibers.leave(true);
+    ++block.done;
+    stop(true);
 }
 
 // All threads of the block stand at one barrier: they go on.
@@ -99,7 +107,7 @@ void release_block() {
     for (unsigned i = 0; i < block.threads.size(); ++i) make_ready(i);
 }
 
-// All threads of a warp wait in it: they exchange their values and go on.
+// All threads of a warp wait in it: they exchange their values and go on, the running one at once.
 void release_warp(unsigned warp) {
     const unsigned base = warp * kWarp;
     const Thread& first = block.threads[base];
@@ -113,29 +121,26 @@ void release_warp(unsigned warp) {
     }
     if (first.wait == Wait::warp) races::warp_met(base);
     block.warp_waits[warp] = 0;
-    for (unsigned lane = 0; lane < kWarp; ++lane) make_ready(base + lane);
+    for (unsigned thread = base; thread < base + kWarp; ++thread)
+        if (thread == block.running)
+            block.threads[thread].wait = Wait::nothing;
+        else
+            make_ready(thread);
 }
 
-void step(unsigned thread, dim3) {
-    block.running = thread;
-    current.thread = {thread, 0, 0};
-    fibers.enter(thread);
-    switch (block.threads[thread].wait) {
-        case Wait::done:
-            ++block.done;
-            break;
-        case Wait::block:
-            ++block.block_waits;
-            break;
-        default:
-            if (++block.warp_waits[thread / kWarp] == kWarp) release_warp(thread / kWarp);
-    }
+// The running thread waits for its warp, where it has said what for; comes back when the warp has met.
+void meet_warp(Thread& self, Wait kind, const char* file, int line) {
+    wait(self, kind, file, line);
+    const unsigned warp = block.running / kWarp;
+    if (++block.warp_waits[warp] == kWarp) release_warp(warp);
+    if (self.wait != Wait::nothing || !block.error.empty()) stop(false);
 }
 
 void run_block(size_t shared_bytes) {
     const unsigned count = static_cast<unsigned>(block.threads.size());
     std::memset(current.shared, 0xFF, shared_bytes);  // NaN
     std::memset(current.shared + shared_bytes, kGuardByte, kGuard);
+    block.turn.clear();
     block.ready.clear();
     block.warp_waits.assign(count / kWarp, 0);
     block.block_waits = block.done = 0;
@@ -145,20 +150,19 @@ void run_block(size_t shared_bytes) {
         fibers.begin(i, body);
         make_ready(i);
     }
-    std::vector<unsigned> turn;
     while (block.done < count) {
         if (block.ready.empty() && block.block_waits) release_block();
         if (block.error.empty() && block.ready.empty())
             for (const Thread& thread : block.threads)
                 if (thread.wait != Wait::done) block.error = "part of a warp waits for the rest at " + where(thread);
         if (!block.error.empty()) return;
-        turn.swap(block.ready);
+        block.turn.swap(block.ready);
         block.ready.clear();
-        arrange(turn);
-        for (unsigned thread : turn) {
-            step(thread, {});
-            if (!block.error.empty()) return;
-        }
+        arrange(block.turn);
+        block.next = 1;
+        block.running = current.thread.x = block.turn[0];
+        fibers.enter(block.running);
+        if (!block.error.empty()) return;
     }
     for (size_t i = 0; i < kGuard; ++i)
         if (current.shared[shared_bytes + i] != kGuardByte) block.error = "a write past the end of shared memory";
@@ -197,10 +201,15 @@ void run(dim3 grid, unsigned threads, size_t shared_bytes, const std::function<v
                                  std::to_string(current.block.y) + "," + std::to_string(current.block.z) + "]");
 }
 
-void block_barrier(const char* file, int line) { wait(Wait::block, file, line); }
+void block_barrier(const char* file, int line) {
+    wait(block.threads[block.running], Wait::block, file, line);
+    ++block.block_waits;
+    stop(false);
+}
 void warp_barrier(const char* file, int line) {
-    block.threads[block.running].lanes = 0;
-    wait(Wait::warp, file, line);
+    Thread& self = block.threads[block.running];
+    self.lanes = 0;
+    meet_warp(self, Wait::warp, file, line);
 }
 
 uint32_t shuffle_xor(unsigned mask, uint32_t value, int lanes) {
@@ -208,7 +217,7 @@ uint32_t shuffle_xor(unsigned mask, uint32_t value, int lanes) {
     if (mask != ~0u) block.error = "a shuffle among only part of a warp";
     self.value = value;
     self.lanes = lanes;
-    wait(Wait::shuffle, "a shuffle", lanes);
+    meet_warp(self, Wait::shuffle, "a shuffle", lanes);
     return self.result;
 }
 
