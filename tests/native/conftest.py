@@ -1,32 +1,24 @@
-"""The engine's tests on another device: TINYLOOP_TEST_DEVICE=emulated puts every model on it that names none.
+"""The engine's tests on another device (device.py): TINYLOOP_TEST_DEVICE=emulated puts every model on it that
+names none.
 
-What they then prove is that the device keeps the engine's promises; a test about the processor itself is left
-out, with the reason.
+What they then prove is that the device keeps the engine's promises. A test that is not in the table of those
+left out and yet skips itself there fails: nothing is left out unseen.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.native.device import DEVICE, left_out
 from tinyloop_serve import native
-
-DEVICE = os.environ.get("TINYLOOP_TEST_DEVICE", "")
-OF_THE_PROCESSOR = {
-    "test_shared_pages.py": "pages that are used in place are the processor's",
-    "test_affinity_pins_the_team_and_not_its_caller": "the team of threads is the processor's",
-}
 
 
 def _on_device(model: native.Model, path: Any, **options: Any) -> None:
-    try:
-        native._core.Model.__init__(model, path, **{"device": DEVICE} | options)
-    except native.BackendUnavailable as error:
-        if "device" in options or not str(error.value).startswith("weights"):
-            raise
-        pytest.skip(f"not on {DEVICE}: {error.value}")  # it does not hold integers
+    native._core.Model.__init__(model, path, **{"device": DEVICE} | options)
 
 
 if DEVICE:
@@ -34,7 +26,24 @@ if DEVICE:
     native.simd_levels = lambda: ["auto"]  # the processor's levels are all one to the device
 
 
+def _reason(item: pytest.Item) -> str | None:
+    if not DEVICE or item.path.parent != Path(__file__).parent:
+        return None
+    return left_out(f"{item.path.name}::{item.name}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items if DEVICE else ():
-        if reason := OF_THE_PROCESSOR.get(item.path.name) or OF_THE_PROCESSOR.get(item.name):
+    for item in items:
+        if reason := _reason(item):
             item.add_marker(pytest.mark.skip(reason=f"not on {DEVICE}: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if DEVICE and report.skipped and not _reason(item):
+        report.outcome = "failed"
+        report.longrepr = f"skipped on {DEVICE}, and device.py does not say why: {report.longrepr}"
+    return report

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from tests.native import models, reference
+from tests.native.device import sized
 from tinyloop_serve.native import (
     GenerateConfig,
     ModeError,
@@ -185,4 +186,4 @@ class Api(RuleBasedStateMachine):
 
 
 TestApi = Api.TestCase
-TestApi.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestApi.settings = settings(max_examples=sized(30, 8), stateful_step_count=sized(25, 15), deadline=None)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.native import models, reference
+from tests.native.device import sized
 from tinyloop_serve.native import GenerateConfig, Model, artifact, simd_levels
 
 Make = Callable[..., Model]
@@ -72,8 +73,9 @@ def test_bits_do_not_depend_on_threads_chunks_or_simd(make: Make, name: str, wei
 def test_tokens_do_not_depend_on_the_batch_its_size_or_its_order(make: Make, name: str, weights: str) -> None:
     model = make(name, "fp16", prefill_chunk=16, weights=weights)
     prompts = [TOKENS[i : i + 2 + 5 * i] for i in range(8)]
+    more = sized(4, 1)
     configs = [
-        GenerateConfig(temperature=1.2, top_p=0.9, seed=i, max_tokens=3 + 4 * i, repetition_penalty=1.2)
+        GenerateConfig(temperature=1.2, top_p=0.9, seed=i, max_tokens=3 + more * i, repetition_penalty=1.2)
         for i in range(8)
     ]
     alone = [model.generate(p, c).tokens for p, c in zip(prompts, configs, strict=True)]

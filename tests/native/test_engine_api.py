@@ -190,8 +190,9 @@ def test_closing_during_a_call_lets_it_finish_and_later_use_is_refused(path: Pat
 
 
 def test_loading_refuses_by_name(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a long path would be cut in the message
     with pytest.raises(ArtifactError, match="nowhere"):
-        Model(tmp_path / "nowhere.tinyloop")
+        Model("nowhere.tinyloop")
     with pytest.raises(LimitError, match="max_seq_len"):
         Model(path, max_seq_len=513)
     with pytest.raises(BackendUnavailable, match="portable"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.native import models, reference
+from tests.native.device import sized
 from tinyloop_serve.native import (
     GenerateConfig,
     ModeError,
@@ -22,6 +23,7 @@ from tinyloop_serve.protocol import modes
 
 PROMPT = [(7 * k * k + 3 * k + 5) % 61 for k in range(30)]
 LOOPS, DRAFT = 6, 2
+MAX_TOKENS = sized(24, 8)
 SPECULATIVE = SpeculativeConfig(draft_loops=DRAFT, draft_ahead=4, branches=2)
 
 
@@ -100,7 +102,7 @@ def test_the_matrix(model: Model, row: str, column: str) -> None:
     temperatures = (0.0,) if row == "beam" else (0.0, 0.9)
     for temperature in temperatures:
         config = GenerateConfig(
-            loops=LOOPS, max_tokens=24, temperature=temperature, seed=3, ignore_eos=True, **fields
+            loops=LOOPS, max_tokens=MAX_TOKENS, temperature=temperature, seed=3, ignore_eos=True, **fields
         )
         if modes.supported(row, column):
             assert run(model, column, config, fields) == model.generate(PROMPT, config).tokens
