@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from scripts.faults.fleet import Fleet, age_s, descendants, fleet_of, state_of
+from scripts.faults.fleet import Fleet, age_s, alive, descendants, fleet_of, state_of
 from scripts.faults.harm import WAYS, Harm
 from scripts.faults.mixed import arrive, mixed
 from scripts.load.asked import Asked, percentile
@@ -170,7 +170,7 @@ def main() -> int:
         finally:
             chaos.close()
         said = fleet.said
-    orphans = [pid for pid in chaos.seen if state_of(pid) not in ("X", "Z")]
+    orphans = [pid for pid in chaos.seen if alive(pid)]
     report = judge(asked, failovers, orphans, status) | {
         "seconds": round(took, 1),
         "capacity_tokens_per_s": round(rate_tokens),

@@ -1,4 +1,4 @@
-"""A fleet as a user starts it, in a runtime directory of its own, for a script that loads or harms it."""
+"""A fleet as a user starts it, in a runtime directory of its own, for those who load or harm it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,33 @@ STOP_S = 30.0
 
 
 class Fleet:
-    def __init__(self, directory: str, config: str, *flags: str) -> None:
+    """`tinyloop up` and what it says, from its READY line on."""
+
+    def __init__(self, directory: str, *flags: str) -> None:
         self.directory = Path(directory)
-        (self.directory / "fleet.toml").write_text(config)
+        self.environment = {**os.environ, "XDG_RUNTIME_DIR": directory, "PYTHONUNBUFFERED": "1"}
+        self.environment.pop("TINYLOOP_ENDPOINT", None)
         self.said: list[str] = []  # on its standard error
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tinyloop_serve.deploy.cli", "up"]
-            + ["--config", str(self.directory / "fleet.toml"), "--die-with-parent", str(os.getpid()), *flags],
-            env={**os.environ, "XDG_RUNTIME_DIR": directory},
+            self.command("up", *flags, "--die-with-parent", str(os.getpid())),
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
         assert self.process.stdout is not None
-        ready = self.process.stdout.readline()
-        if not ready.startswith("READY"):
+        self.ready = self.process.stdout.readline()
+        if not self.ready.startswith("READY "):
+            self.process.kill()
+            self.listener.join(5.0)
             raise RuntimeError("the fleet did not start:\n" + "".join(self.said))
-        self.endpoint = ready.partition("endpoint=")[2].split()[0]
+        self.endpoint = self.ready.partition("endpoint=")[2].split()[0]
+
+    @staticmethod
+    def command(*arguments: str) -> list[str]:
+        return [sys.executable, "-m", "tinyloop_serve.deploy.cli", *arguments]
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
@@ -48,11 +57,11 @@ class Fleet:
 
     def pids(self, part: str) -> list[int]:
         """Of its living `dispatcher`, or of its living `replica`s."""
-        found = []
-        for pid, command in descendants(self.process.pid):
-            if f"tinyloop_serve.{part}" in command and state_of(pid) not in ("Z", "X"):
-                found.append(pid)
-        return sorted(found)
+        return sorted(pid for pid, line in self.children().items() if f"tinyloop_serve.{part}" in line)
+
+    def children(self) -> dict[int, str]:
+        """Process ids of all that is alive and came from it, with their command lines."""
+        return {pid: line for pid, line in descendants(self.process.pid) if alive(pid)}
 
     def status(self, patience_s: float = 30.0) -> Status:
         deadline = time.monotonic() + patience_s
@@ -76,9 +85,9 @@ class Fleet:
                 raise RuntimeError(f"only {status.replicas} are ready")
             time.sleep(0.1)
 
-    def stop(self) -> int:
-        """As Ctrl-C would; returns the exit status."""
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Asks it to stop; returns the exit status."""
+        self.process.send_signal(number)
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -91,8 +100,10 @@ def fleet_of(config: str, *flags: str) -> Iterator[Fleet]:
     """`config` is the text of its TOML file, `flags` are those of `tinyloop up`; the model is the demo's
     unless a flag says otherwise."""
     with tempfile.TemporaryDirectory(prefix="tl-", ignore_cleanup_errors=True) as directory:
+        file = Path(directory) / "fleet.toml"
+        file.write_text(config)
         model = () if "--model" in flags else ("--model", str(demo_model_path()))
-        fleet = Fleet(directory, config, *model, *flags)
+        fleet = Fleet(directory, "--config", str(file), *model, *flags)
         try:
             yield fleet
         finally:
@@ -124,6 +135,11 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "X"
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; one that has ended and was not reaped yet does not."""
+    return state_of(pid) not in ("Z", "X")
 
 
 def age_s(pid: int) -> float:
