@@ -291,6 +291,4 @@ def test_one_tenants_flood_does_not_lengthen_anothers_wait() -> None:
     queue.put(1, tenant="local")
     assert queue.buckets.wait_s(shape, "local") < 0.8 < alone < queue.buckets.wait_s(shape, "big") < 3.5
     other = shape._replace(band=0)
-    assert queue.buckets.wait_s(other, "local") == pytest.approx(0.5), (
-        "a new bucket's turn comes as others'"
-    )
+    assert queue.buckets.wait_s(other, "local") == pytest.approx(0.5), "a new bucket's turn comes as others'"
