@@ -1,5 +1,5 @@
-// The thread team: every id runs once, barriers separate phases, tickets and pieces are handed out once, a slow thread
-// gets fewer of them, idle threads park and use no CPU, threads stay on the processors they are given.
+// The thread team: every id runs once, barriers separate phases, tickets are handed out once, idle threads park and use
+// no CPU, threads stay on the processors they are given.
 #include "cpu/pool.h"
 
 #include <sched.h>
@@ -7,7 +7,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -38,46 +37,6 @@ void test_phases() {
         }
         for (const int count : taken) CHECK(count == 200);
     }
-}
-
-void test_pieces() {
-    for (const int threads : {1, 2, 3, 7})
-        for (const int grain : {1, 4, 24}) {
-            Pool pool(threads);
-            std::vector<int> done(301);
-            std::atomic<int> odd = 0;  // pieces that neither begin at a multiple nor end at one, or at the end
-            for (int round = 0; round < 20; ++round)
-                pool.run([&](int id) {
-                    for (const int count : {301, 0, 1, 23}) {
-                        pool.share_out(id, count, grain, [&](int begin, int end) {
-                            for (int i = begin; i < end; ++i) ++done[i];
-                            if (begin % grain != 0 || (end % grain != 0 && end != count) || begin >= end) ++odd;
-                        });
-                        pool.barrier();
-                    }
-                });
-            if (threads > 1) CHECK(odd == 0);
-            for (int i = 0; i < 301; ++i) CHECK(done[i] == 20 * (1 + (i < 23) + (i < 1)));
-        }
-}
-
-// A thread that is held up in its first piece leaves the rest to the others.
-void test_a_slow_thread_gets_less() {
-    constexpr int kCount = 100;
-    Pool pool(2);
-    std::atomic<int> done = 0;
-    int slow = 0;
-    pool.run([&](int id) {
-        pool.share_out(id, kCount, 1, [&](int begin, int end) {
-            if (id == 0) {
-                slow += end - begin;
-                while (done < kCount - slow) sched_yield();
-            } else {
-                done += end - begin;
-            }
-        });
-    });
-    CHECK(slow <= kCount / 4 && done == kCount - slow);
 }
 
 struct Member {
@@ -159,8 +118,6 @@ void test_members_stay_where_they_are_put() {
 
 int main() {
     test_phases();
-    test_pieces();
-    test_a_slow_thread_gets_less();
     test_idle_members_use_no_cpu();
     test_members_stay_where_they_are_put();
     return finish();

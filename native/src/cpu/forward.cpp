@@ -190,11 +190,10 @@ void tl_model::inject(const Plan& plan, int id) {
         }
         if (desc.injection == TL_INJECT_ADD) return;
         meet(part);
-        each_piece(part, weights_.inject.panels(), grain_of(part), id, [&](int first, int last) {
-            kernels->product(weights_.inject.view(), desk.quantized.with(desk.pair.as<float>(), ldp_), part.count,
-                             x_.as<float>(), ldx_, plan.rows.data() + part.first, Put::add, first, last,
-                             scratch_[id].as<float>());
-        });
+        const auto [first, last] = mine(part, weights_.inject.panels(), id);
+        kernels->product(weights_.inject.view(), desk.quantized.with(desk.pair.as<float>(), ldp_), part.count,
+                         x_.as<float>(), ldx_, plan.rows.data() + part.first, Put::add, first, last,
+                         scratch_[id].as<float>());
     });
     pool_.barrier();
 }
@@ -220,21 +219,13 @@ void tl_model::project_heads(const Call& call, const Plan& plan, const Part& par
     const Activations x = normed(plan, part, w.attn_norm, id);
     // Where caches hold inputs, keys and values come from those, for this row too.
     const int heads = desc.n_heads + (call.appends_kv ? 2 * desc.n_kv_heads : 0), per_head = head_dim_ / kPanel;
-    const auto project = [&](int first, int last) {
-        kernels->product(w.qkv.view(), x, part.count, qkv_.as<float>() + static_cast<size_t>(part.first) * ldq_, ldq_,
-                         nullptr, Put::store, first, last, scratch_[id].as<float>());
-    };
+    const Share own = mine(part, heads, id);
     const bool by_head = part.alone || heads % pool_.threads() == 0 || heads >= 4 * pool_.threads();
-    if (by_head) {
-        each_piece(part, heads, 1, id, [&](int first, int last) {
-            project(first * per_head, last * per_head);
-            append(call, plan, part, w, visits, x.x, {first, last});
-        });
-        return;
-    }
-    each_piece(part, heads * per_head, grain_of(part), id, project);
-    pool_.barrier();
-    append(call, plan, part, w, visits, x.x, mine(part, heads, id));
+    const Share panels = by_head ? Share{own.begin * per_head, own.end * per_head} : mine(part, heads * per_head, id);
+    kernels->product(w.qkv.view(), x, part.count, qkv_.as<float>() + static_cast<size_t>(part.first) * ldq_, ldq_,
+                     nullptr, Put::store, panels.begin, panels.end, scratch_[id].as<float>());
+    if (!by_head) pool_.barrier();
+    append(call, plan, part, w, visits, x.x, own);
 }
 
 // Biases, norms and rotates the queries and keys of `heads`, and appends what the cache holds of each row.
@@ -281,32 +272,31 @@ void tl_model::finish_layer(const Plan& plan, const Part& part, const LayerWeigh
 
 // gate = silu(gate) * up. Of many rows a few panels at a time, while they are in the cache.
 void tl_model::gated(const Part& part, const LayerWeights& w, const Activations& normed, Desk& desk, int id) {
+    const auto [begin, end] = mine(part, w.w_gate.panels(), id);
     float *gate = desk.gate.as<float>(), *up = desk.up.as<float>(), *scratch = scratch_[id].as<float>();
-    each_piece(part, w.w_gate.panels(), grain_of(part), id, [&](int begin, int end) {
-        for (int first = begin, last; first < end; first = last) {
-            last = part.alone ? std::min(first + kGatePanels, end) : end;
-            kernels->product(w.w_gate.view(), normed, part.count, gate, ldf_, nullptr, Put::store, first, last,
-                             scratch);
-            kernels->product(w.w_up.view(), normed, part.count, up, ldf_, nullptr, Put::store, first, last, scratch);
-            for (int m = 0; m < part.count; ++m) {
-                const size_t at = static_cast<size_t>(m) * ldf_ + first * kPanel;
-                kernels->swiglu(gate + at, up + at, (last - first) * kPanel);
-            }
+    for (int first = begin, last; first < end; first = last) {
+        last = part.alone ? std::min(first + kGatePanels, end) : end;
+        kernels->product(w.w_gate.view(), normed, part.count, gate, ldf_, nullptr, Put::store, first, last, scratch);
+        kernels->product(w.w_up.view(), normed, part.count, up, ldf_, nullptr, Put::store, first, last, scratch);
+        for (int m = 0; m < part.count; ++m) {
+            const size_t at = static_cast<size_t>(m) * ldf_ + first * kPanel;
+            kernels->swiglu(gate + at, up + at, (last - first) * kPanel);
         }
-    });
+    }
 }
 
 // Adds w a[m] to x, with the norm after it where the placement has one.
 void tl_model::take_in(const Plan& plan, const Part& part, const Matrix& w, const Activations& a,
                        const Vector& post_norm, Desk& desk, int id) {
     const int d = desc.d_model;
-    const bool adds = desc.norm == TL_NORM_PRE;
-    each_piece(part, w.panels(), grain_of(part), id, [&](int first, int last) {
-        kernels->product(w.view(), a, part.count, adds ? x_.as<float>() : desk.out.as<float>(), ldx_,
-                         adds ? plan.rows.data() + part.first : nullptr, adds ? Put::add : Put::store, first, last,
-                         scratch_[id].as<float>());
-    });
-    if (adds) return;
+    const auto [first, last] = mine(part, w.panels(), id);
+    float* scratch = scratch_[id].as<float>();
+    if (desc.norm == TL_NORM_PRE) {
+        kernels->product(w.view(), a, part.count, x_.as<float>(), ldx_, plan.rows.data() + part.first, Put::add, first,
+                         last, scratch);
+        return;
+    }
+    kernels->product(w.view(), a, part.count, desk.out.as<float>(), ldx_, nullptr, Put::store, first, last, scratch);
     meet(part);
     const auto [begin, end] = mine(part, part.count, id);
     for (int m = begin; m < end; ++m) {
@@ -377,19 +367,17 @@ void tl_model::save_states(const Call& call, int id) {
 void tl_model::head(const Call& call, int id) {
     const Matrix& matrix = weights_.head_matrix();
     const int total = static_cast<int>(call.head.rows.size()), ldl = matrix.outputs(), vocab = desc.vocab_size;
+    const auto [first, last] = share(matrix.panels(), id, pool_.threads());
     for (int row = 0; row < total; row += kHeadRows) {
         const Part part{row, std::min(kHeadRows, total - row), false};
         const Activations x = normed(call.head, part, weights_.final_norm, id);
-        each_piece(part, matrix.panels(), grain_of(part), id, [&](int first, int last) {
-            kernels->product(matrix.view(), x, part.count, logits_.as<float>(), ldl, nullptr, Put::store, first, last,
-                             scratch_[id].as<float>());
-            for (int m = 0; m < part.count; ++m) {
-                const float* from = logits_.as<float>() + static_cast<size_t>(m) * ldl;
-                float* to = call.logits + static_cast<size_t>(row + m) * vocab;
-                for (int v = first * kPanel; v < std::min(last * kPanel, vocab); ++v)
-                    to[v] = from[v] * desc.logit_scale;
-            }
-        });
+        kernels->product(matrix.view(), x, part.count, logits_.as<float>(), ldl, nullptr, Put::store, first, last,
+                         scratch_[id].as<float>());
+        for (int m = 0; m < part.count; ++m) {  // its own columns: nothing to wait for
+            const float* from = logits_.as<float>() + static_cast<size_t>(m) * ldl;
+            float* to = call.logits + static_cast<size_t>(row + m) * vocab;
+            for (int v = first * kPanel; v < std::min(last * kPanel, vocab); ++v) to[v] = from[v] * desc.logit_scale;
+        }
         pool_.barrier();
     }
 }

@@ -18,10 +18,9 @@
 
 namespace tinyloop::cpu {
 
-inline constexpr int kFewRows = 8;    // up to so many, every thread norms all rows itself: cheaper than a barrier
+inline constexpr int kFewRows = 4;    // up to so many, every thread norms all rows itself: cheaper than a barrier
 inline constexpr int kOwnRows = 24;   // from so many rows a thread on, rows are shared out, not panels
 inline constexpr int kPartRows = 96;  // most rows that a thread takes at once: what products read of them stays near L2
-inline constexpr int kRowGrain = 24;  // rows are shared out in multiples: whole tiles of every level, enough per weight
 
 struct Share {
     int begin, end;
@@ -59,6 +58,7 @@ struct tl_model {
     struct Desk {  // work space for the rows of a part, (rows, stride)
         tinyloop::cpu::Buffer normed, pair, gate, up, out;
         tinyloop::cpu::QuantizedRows quantized;  // what the next products read; empty where all weights are floats
+        int turn = 0;                            // of a thread: the phases of parts so far
         size_t bytes() const {
             return normed.bytes() + pair.bytes() + gate.bytes() + up.bytes() + out.bytes() + quantized.bytes();
         }
@@ -109,16 +109,6 @@ struct tl_model {
     // Whether every thread readies the rows that its products read by itself: of few rows that is cheaper than a
     // barrier.
     bool by_itself(const Part& part) const { return part.alone || part.count <= tinyloop::cpu::kFewRows; }
-    // Calls f(begin, end) for pieces of 0 .. count - 1, panels or heads of a part; see Pool::share_out.
-    template <class F>
-    void each_piece(const Part& part, int count, int grain, int id, F f) {
-        if (part.alone)
-            f(0, count);
-        else
-            pool_.share_out(id, count, grain, f);
-    }
-    // Panels that are not worth dividing: few rows read several at once.
-    static int grain_of(const Part& part) { return part.count < 4 ? 4 : 1; }
     // What of `count` things a thread does of a part.
     tinyloop::cpu::Share mine(const Part& part, int count, int id) const {
         return part.alone ? tinyloop::cpu::Share{0, count} : tinyloop::cpu::share(count, id, pool_.threads());
@@ -170,6 +160,7 @@ struct tl_model {
     tinyloop::cpu::Buffer x_, e_, before_, qkv_, attended_;  // (max_rows, stride); the last two by a plan's order
     tinyloop::cpu::Buffer logits_;                           // (kHeadRows, outputs of the head)
     std::vector<Desk> desks_;                                // per thread, then the team's
+    std::atomic<int> next_part_[2] = {0, 0};                 // of this phase of parts and of the next one
     std::vector<float> angles_;                              // (positions so far, head_dim / 2) pairs of cos, sin
     std::vector<tinyloop::cpu::Buffer> scratch_;             // per thread, for products
     std::vector<tinyloop::cpu::AttentionSpace> spaces_;      // per thread
@@ -190,19 +181,20 @@ tl_model::Plan tl_model::plan(const Call& call, int step, Wanted wanted) {
     return out;
 }
 
-// Calls f(part) until all rows of the plan are done; all threads call it, with a barrier between two calls.
+// Calls f(part) until all rows of the plan are done; all threads call it. Between two calls stands a barrier, so each
+// can ready the other's counter.
 template <class F>
 void tl_model::each_part(const Plan& plan, int id, F f) {
-    const int n = static_cast<int>(plan.rows.size());
-    if (n < tinyloop::cpu::kOwnRows * pool_.threads()) {
+    const int n = static_cast<int>(plan.rows.size()), threads = pool_.threads();
+    if (n < tinyloop::cpu::kOwnRows * threads) {
         f(Part{0, n, false});
         return;
     }
-    pool_.share_out(id, n, tinyloop::cpu::kRowGrain, [&](int first, int last) {
-        const int parts = (last - first + tinyloop::cpu::kPartRows - 1) / tinyloop::cpu::kPartRows;
-        for (int i = 0; i < parts; ++i) {
-            const auto [begin, end] = tinyloop::cpu::share(last - first, i, parts);
-            f(Part{first + begin, end - begin, true});
-        }
-    });
+    const int turn = desks_[id].turn++;
+    if (id == 0) next_part_[(turn + 1) % 2].store(0, std::memory_order_relaxed);
+    const int most = threads * tinyloop::cpu::kPartRows, parts = threads * ((n + most - 1) / most);
+    for (int i; (i = next_part_[turn % 2].fetch_add(1, std::memory_order_relaxed)) < parts;) {
+        const auto [begin, end] = tinyloop::cpu::share(n, i, parts);
+        f(Part{begin, end - begin, true});
+    }
 }

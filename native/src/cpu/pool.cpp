@@ -3,8 +3,6 @@
 #include <pthread.h>
 #include <sched.h>
 
-#include <algorithm>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -87,20 +85,6 @@ void Pool::barrier() {
         phase_.notify_all();
     } else {
         await_change(phase_, phase);
-    }
-}
-
-// The phase is a part of what is swapped, so nobody has to set the count back.
-Pool::Piece Pool::take(int first, int count, int grain) {
-    const uint64_t phase = phase_.load(std::memory_order_relaxed);
-    uint64_t seen = taken_.load(std::memory_order_relaxed);
-    for (;;) {
-        const int begin = seen >> 32 == phase ? static_cast<int>(seen & 0xFFFFFFFF) : first;
-        if (begin >= count) return {count, count};
-        const int fair = (count - begin) / (2 * threads_), size = std::max((fair + grain - 1) / grain, 1) * grain;
-        const int end = std::min(begin + size, count);
-        if (taken_.compare_exchange_weak(seen, phase << 32 | static_cast<uint32_t>(end), std::memory_order_relaxed))
-            return {begin, end};
     }
 }
 

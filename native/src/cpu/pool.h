@@ -29,30 +29,13 @@ class Pool {
     // Inside run: returns when every thread has arrived.
     void barrier();
 
-    // Inside run, once between two barriers: all threads together call f(begin, end) for pieces of 0 .. count - 1, which
-    // are multiples of `grain` but for the last. A thread first does half of its fair share, then takes what is left
-    // in ever smaller pieces: threads that run unequally fast (a processor that others use too, or that the host takes
-    // away) still end together.
-    template <class F>
-    void share_out(int id, int count, int grain, F f) {
-        if (threads_ == 1) return f(0, count);
-        const int own = count / (2 * threads_) / grain * grain;
-        if (own > 0) f(id * own, (id + 1) * own);
-        for (Piece piece; (piece = take(threads_ * own, count, grain)).begin < count;) f(piece.begin, piece.end);
-    }
-
     // Inside run, between two barriers: the next number of 0, 1, 2, ...; for work that is shared out dynamically.
     int next() { return ticket_.fetch_add(1, std::memory_order_relaxed); }
     // Inside run, by one thread between two barriers that no other thread calls next() between.
     void reset_next() { ticket_.store(0, std::memory_order_relaxed); }
 
   private:
-    struct Piece {
-        int begin, end;
-    };
-
     void worker(int id);
-    Piece take(int first, int count, int grain);
     void await_change(const std::atomic<uint32_t>& value, uint32_t old) const;
 
     const int threads_;
@@ -61,7 +44,6 @@ class Pool {
     alignas(64) std::atomic<uint32_t> phase_{0};       // grows with every barrier
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> ticket_{0};
-    alignas(64) std::atomic<uint64_t> taken_{~uint64_t{0}};  // by share_out: up to where; upper half: in which phase
     const std::function<void(int)>* work_ = nullptr;
     bool stop_ = false;
     std::vector<std::thread> members_;
