@@ -73,7 +73,7 @@ void test_product() {
                 if (dtype == TL_BF16) plain[i] = bfloat_to_float(packed[i]);
             }
             const void* data = dtype == TL_F32 ? static_cast<const void*>(plain.data()) : packed.data();
-            const Panels w{data, dtype, inputs, static_cast<size_t>(inputs) * kPanel};
+            const Panels w{data, dtype, inputs, static_cast<size_t>(inputs) * kPanel, panels};
             // The definition: one fused accumulator per output, inputs in order.
             std::vector<float> all(static_cast<size_t>(most) * ldc);
             for (int m = 0; m < most; ++m)

@@ -136,7 +136,8 @@ void product_as(const Panels& w, const float* a, int lda, int n_rows, const Out&
     const int block = tiles == 1 ? end - begin : panel_bytes < kBlock ? static_cast<int>(kBlock / panel_bytes) : 1;
     for (int panel = begin, last; panel < end; panel = last) {
         last = end < panel + block ? end : panel + block;
-        // All tiles fetch a part of the next block: the first one would else wait for memory that idles beside the rest.
+        // All tiles fetch a part of the next block. The first one would else wait for memory, which idles beside the
+        // rest.
         Ahead ahead{static_cast<const char*>(w.data) + last * panel_bytes, 0};
         if (tiles > 1 && last < w.panels) {
             const int next = w.panels - last < block ? w.panels - last : block;
