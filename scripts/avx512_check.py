@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The AVX-512 kernels on an emulated processor.")
     parser.add_argument("--limit", type=float, default=900, help="seconds for the machine (default: 900)")
     limit_s = parser.parse_args().limit
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the machine ends too
     PLACE.mkdir(parents=True, exist_ok=True)
     try:
         packages = unpacked(PLACE / "packages")
