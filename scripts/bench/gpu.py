@@ -5,7 +5,7 @@ One JSON object in the last line.
     .venv/bin/python scripts/bench/gpu.py --device cuda [--only same,bits,touch,speed] [--short]
 
 same   logits against the processor's, demo model and `tiny`
-bits   tokens of 32 lanes at every batch size, logits at every size of chunk: the same bits
+bits   tokens of 32 lanes at every batch size, logits of rows alone and in chunks of every size: the same bits
 touch  every kernel once on a very small model, for a sanitizer
 speed  decode at batch 1, 8, 32 and prefill of 512: the demo model, and `large` (407M parameters, 8 loops)
        beside torch eager and torch with a CUDA graph; all beside the rate at which the device copies memory
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from measure import checks, models, options, ours, timing, work
 
 from tinyloop_serve.native import (
@@ -88,7 +89,7 @@ def bits(device: str, folder: Path, short: bool) -> dict[str, Any]:
         ]
         expected: list[list[int]] = []
         with Model(path, device=device) as model:
-            whole = model.logits(prompts[-1])
+            text = models.prompt(min(24 if short else 501, model.max_seq_len - 1), 1)
             for size in (1, 2, 8, lanes):
                 tokens: list[list[int]] = []
                 for at in range(0, lanes, size):
@@ -97,10 +98,13 @@ def bits(device: str, folder: Path, short: bool) -> dict[str, Any]:
                 expected = expected or tokens
                 if tokens != expected:
                     raise SystemExit(f"{path.stem}: tokens at batch {size} are not those at batch 1")
-        for chunk in (1, 7, 16):
+        alone: npt.NDArray[np.float32] | None = None
+        for chunk in (1, 7, 8, 9, 64, 500):
             with Model(path, device=device, prefill_chunk=chunk) as model:
-                if not np.array_equal(model.logits(prompts[-1]), whole):
-                    raise SystemExit(f"{path.stem}: logits in chunks of {chunk} are not those in one")
+                logits = model.logits(text)
+            alone = logits if alone is None else alone
+            if not np.array_equal(logits, alone):
+                raise SystemExit(f"{path.stem}: logits in chunks of {chunk} are not those of rows alone")
         timing.say(f"{path.stem}: {lanes} lanes, the same bits at every batch size and chunk")
     return {"bits": True}
 
@@ -121,6 +125,8 @@ def touch(device: str, folder: Path, short: bool) -> dict[str, Any]:
         model.resume_generate(model.create_resume_handle(prompt, 2), 3, plain)
         model.generate_from_prefix_cache(model.create_prefix_cache(prompt), [7, 7], plain)
         device_name = model.device
+    with Model(path, device=device, prefill_chunk=80) as model:  # enough rows for the other products
+        model.logits(prompt * 9)
     return {"touch": device_name}
 
 

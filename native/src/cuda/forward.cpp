@@ -5,7 +5,7 @@
 
 #include "attention.h"
 #include "best.h"
-#include "product.h"
+#include "multiply.h"
 #include "settle.h"
 
 using namespace tinyloop::gpu;
@@ -17,42 +17,11 @@ constexpr int kGraphRows = 32;      // the largest decode step that a graph is r
 constexpr size_t kMostGraphs = 64;  // of different shapes
 constexpr int kEnoughBlocks = 256;  // of attention: from here on a split needs no block of its own
 constexpr size_t kMostPartialBytes = size_t{64} << 20;
-constexpr int kOutputFloats = 3840;  // of a product's block: with the inputs it stays within 48 KiB of shared memory
 
 int power_of_two(int n) {
     int power = 1;
     while (power < n) power *= 2;
     return power;
-}
-
-unsigned blocks(int count, int per_block) { return static_cast<unsigned>((count + per_block - 1) / per_block); }
-
-// The rows that a product's block takes: the more rows there are, the more share a matrix's bytes.
-int rows_at_once(int rows, int span) {
-    int at_once = rows > 4 ? 8 : rows > 1 ? 4 : 1;
-    while (at_once > 1 && at_once * span > kOutputFloats) at_once = at_once == 8 ? 4 : 1;
-    return at_once;
-}
-
-template <int kDtype, int kRows>
-void launch_product(Device& device, const Product& p, int rows) {
-    const int outputs = p.output == Output::heads || p.output == Output::kept
-                            ? p.outputs / p.width
-                            : static_cast<int>(blocks(p.outputs, p.width));
-    launch(device, dim3(blocks(rows, kRows), static_cast<unsigned>(outputs)), kThreads, product_shared<kRows>(p.span),
-           tinyloop::gpu::product<kDtype, kRows>, p);
-}
-
-template <int kDtype>
-void launch_product(Device& device, const Product& p, int rows) {
-    switch (rows_at_once(rows, p.span)) {
-        case 1:
-            return launch_product<kDtype, 1>(device, p, rows);
-        case 4:
-            return launch_product<kDtype, 4>(device, p, rows);
-        default:
-            return launch_product<kDtype, 8>(device, p, rows);
-    }
 }
 
 int weights_type(int wanted) {
@@ -77,15 +46,16 @@ tl_model::tl_model(const tl_model_desc& d, const tl_options& options)
       heads_per_block_(std::min(shape_.queries, most_queries(d.head_dim))),
       blocks_per_key_head_(static_cast<int>(blocks(shape_.queries, heads_per_block_))),
       weights_(*device, d, weights_type(options.weights)) {
-    limits_ = {std::max(1, most_queries(d.head_dim) / shape_.queries), rows_at_once(8, padded(d.head_dim, kSpan)),
-               2 * d.n_kv_heads, d.head_dim};
+    limits_ = {std::max(1, most_queries(d.head_dim) / shape_.queries), tile_slots(d.head_dim), 2 * d.n_kv_heads,
+               d.head_dim};
     const auto rows = [&](int width, int count) {
         return Memory(*device, sizeof(float) * static_cast<size_t>(width) * static_cast<size_t>(count));
     };
     for (Memory* memory : {&x_, &y_, &e_, &before_, &out_}) *memory = rows(shape_.width, max_rows);
     queries_ = rows(d.n_heads * d.head_dim, max_rows);
-    attended_ = rows(d.n_heads * d.head_dim, max_rows);
-    gated_ = rows(d.d_ffn, max_rows);
+    attended_ = rows(padded(d.n_heads * d.head_dim, 4), max_rows);
+    gated_ = rows(padded(d.d_ffn, 4), max_rows);
+    prepared_ = rows(padded(std::max(d.d_model, weights_.inject.inputs), 4), max_rows);
     logits_ = rows(d.vocab_size, std::min(kLogitRows, max_rows));
     loops_run_ = rows(1, max_rows);
     stayed_ = rows(1, max_rows);
@@ -287,8 +257,6 @@ void tl_model::layer(Call& call, const ListPlan& list, int step, int index, Visi
     p.norm = w.attn_norm.as<float>();
     p.resolved = y_.as<float>();
     p.output = Output::heads;
-    p.width = desc.head_dim;
-    p.span = padded(desc.head_dim, kSpan);
     p.outputs = (desc.n_heads + (call.plan->appends_kv ? 2 * desc.n_kv_heads : 0)) * desc.head_dim;
     p.to = queries_.as<float>();
     p.to_width = heads_width;
@@ -309,7 +277,7 @@ void tl_model::layer(Call& call, const ListPlan& list, int step, int index, Visi
 
     p = product(call, list, step, w.wo);
     p.from = attended_.as<float>();
-    p.from_width = heads_width;
+    p.from_width = padded(heads_width, 4);
     p.to = out_.as<float>();
     p.to_width = shape_.width;
     multiply(p, list.count, w.wo.dtype);
@@ -320,15 +288,14 @@ void tl_model::layer(Call& call, const ListPlan& list, int step, int index, Visi
     p.norm = w.ffn_norm.as<float>();
     p.resolved = x_.as<float>();
     p.output = Output::gated;
-    p.width = kSpan / 2;
     p.outputs = desc.d_ffn;
     p.to = gated_.as<float>();
-    p.to_width = desc.d_ffn;
+    p.to_width = padded(desc.d_ffn, 4);
     multiply(p, list.count, w.gate_up.dtype);
 
     p = product(call, list, step, w.down);
     p.from = gated_.as<float>();
-    p.from_width = desc.d_ffn;
+    p.from_width = padded(desc.d_ffn, 4);
     p.to = out_.as<float>();
     p.to_width = shape_.width;
     multiply(p, list.count, w.down.dtype);
@@ -360,7 +327,7 @@ void tl_model::attention(Call& call, const ListPlan& list, int step, Visits visi
            Attention{shape_, call.rows, list_of(call, list, step),
                      reinterpret_cast<const Group*>(table_.as<char>() + call.plan->groups_at()) + list.groups, visits,
                      queries_.as<float>(), heads_per_block_, blocks_per_key_head_, splits, partial_.as<float>(),
-                     arrived_.as<int>(), attended_.as<float>(), desc.n_heads * desc.head_dim});
+                     arrived_.as<int>(), attended_.as<float>(), padded(desc.n_heads * desc.head_dim, 4)});
 }
 
 void tl_model::head(Call& call, int first, int count) {
@@ -418,18 +385,11 @@ Product tl_model::product(const Call& call, const ListPlan& list, int step, cons
     p.inputs = matrix.inputs;
     p.stride = matrix.stride;
     p.outputs = matrix.outputs;
-    p.width = p.span = kSpan;
+    p.prepared = prepared_.as<float>();
+    p.prepared_width = padded(std::max(desc.d_model, weights_.inject.inputs), 4);
     return p;
 }
 
 void tl_model::multiply(const Product& p, int rows, int dtype) {
-    if (!rows) return;
-    switch (dtype) {
-        case TL_F16:
-            return launch_product<TL_F16>(*device, p, rows);
-        case TL_BF16:
-            return launch_product<TL_BF16>(*device, p, rows);
-        default:
-            return launch_product<TL_F32>(*device, p, rows);
-    }
+    if (rows) launch_product(*device, p, rows, dtype);
 }

@@ -77,6 +77,7 @@ struct tl_model {
     tinyloop::gpu::Weights weights_;
     tinyloop::gpu::Memory x_, y_, e_, before_, out_;              // (max_rows, width); y_ is x between a layer's halves
     tinyloop::gpu::Memory queries_, attended_, gated_;            // (max_rows, n_heads * head_dim), (max_rows, d_ffn)
+    tinyloop::gpu::Memory prepared_;                              // (max_rows, inputs): of a product with many rows
     tinyloop::gpu::Memory logits_, best_, found_;                 // (kLogitRows, vocab_size); best.h
     tinyloop::gpu::Memory loops_run_, stayed_, arrived_;          // per row; per attention block
     tinyloop::gpu::Memory table_, angles_, partial_, projected_;  // grow on demand

@@ -23,11 +23,17 @@
 
 namespace tinyloop::gpu {
 
+constexpr size_t kSharedUnasked = 48 << 10;  // bytes of shared memory that a block gets without asking
+
 // Starts `kernel` on the device's stream, or records it while a graph is being captured.
 template <class Arguments>
 void launch(Device& device, dim3 grid, unsigned threads, size_t shared_bytes, void (*kernel)(Arguments),
             const Arguments& arguments) {
 #if defined(__CUDACC__)
+    if (shared_bytes > kSharedUnasked)
+        device.check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+                     "asking for shared memory");
     Arguments copy = arguments;
     void* pointers[] = {&copy};
     device.check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, dim3(threads), pointers, shared_bytes,
@@ -56,6 +62,71 @@ __device__ __forceinline__ uint16_t float_to_half(float value) {
     return cpu::float_to_half(value);
 #endif
 }
+
+// The nearest number of tf32 (8 bits of exponent, 10 of fraction), of two the one farther from zero.
+__device__ __forceinline__ float to_tf32(float value) {
+#if defined(__CUDACC__)
+    unsigned bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+    return __uint_as_float(bits);
+#else
+    return emulator::to_tf32(value);
+#endif
+}
+
+// sums += a * b on the tensor cores: 16 x 8 times 8 x 8, all numbers of tf32, summed in fp32. All lanes of a warp call
+// it together, each with its part of the matrices: PTX ISA, "Matrix Fragments for mma.m16n8k8". With g = lane / 4 and
+// t = lane % 4 these are a(g, t), a(g + 8, t), a(g, t + 4), a(g + 8, t + 4); b(t, g), b(t + 4, g); and of the sums
+// (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const float (&a)[4], float b0, float b1) {
+#if defined(__CUDACC__)
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+          "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+#else
+    emulator::multiply_add(sums, a, b0, b1);
+#endif
+}
+
+// Copies to shared memory that go on while the thread computes, 16 bytes each, in groups; a thread sees what it copied
+// once it has waited, the others after a barrier as well.
+class Copies {
+  public:
+    // Both addresses are multiples of 16; the first `count` bytes come from there, the rest become zero.
+    __device__ __forceinline__ void add(void* to, const void* from, int count) {
+#if defined(__CUDACC__)
+        asm volatile(
+            "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
+            "l"(from), "r"(count)
+            : "memory");
+#else
+        copies_.add(to, from, count);
+#endif
+    }
+    __device__ __forceinline__ void close_group() {
+#if defined(__CUDACC__)
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+        copies_.close_group();
+#endif
+    }
+    // Until at most the last kLeft groups are still on their way.
+    template <int kLeft>
+    __device__ __forceinline__ void wait() {
+#if defined(__CUDACC__)
+        asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#else
+        copies_.wait(kLeft);
+#endif
+    }
+
+  private:
+#if !defined(__CUDACC__)
+    emulator::Copies copies_;
+#endif
+};
 
 // Whether the calling block is the last of `blocks` that come here; that one sees what the others wrote before, and
 // finds the counter at 0 again. All threads of the block call it; `flag` lies in shared memory.

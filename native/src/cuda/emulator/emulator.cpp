@@ -2,6 +2,7 @@
 #include "emulator/emulator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
@@ -19,15 +20,18 @@ Current current;
 namespace {
 
 constexpr unsigned kWarp = 32;
-constexpr size_t kGuard = 64;  // bytes after shared memory that nothing may write
+constexpr size_t kMostShared = 99 << 10;  // of a block that asks for it, where there is least (sm_86)
+constexpr size_t kGuard = 64;             // bytes after shared memory that nothing may write
 constexpr char kGuardByte = '\xA5';
 
-enum class Wait { nothing, block, warp, shuffle, done };
+enum class Wait { nothing, block, warp, shuffle, multiply, done };
 
 struct Thread {
     Wait wait;
     uint32_t value, result;
     int lanes;
+    float* sums;            // of multiply_add: the thread's own
+    float operands[4 + 2];  // its part of a, then of b
     const char* file;
     int line;
 };
@@ -107,6 +111,35 @@ void release_block() {
     for (unsigned i = 0; i < block.threads.size(); ++i) make_ready(i);
 }
 
+bool is_tf32(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return (bits & 0x1FFF) == 0 || std::isnan(value);
+}
+
+// sums += a * b of a warp, in order of the inner index. A product of two numbers of tf32 is exact in fp32. Every row of
+// b's columns stays by itself, as it does on the device.
+void multiply(Thread* threads) {
+    float a[16][8], b[8][8], sums[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        const float* from = threads[lane].operands;
+        for (int i = 0; i < 6; ++i)
+            if (!is_tf32(from[i])) block.error = "multiply_add() of a number that is not one of tf32";
+        for (int i = 0; i < 4; ++i) {
+            a[g + i % 2 * 8][t + i / 2 * 4] = from[i];
+            sums[g + i / 2 * 8][2 * t + i % 2] = threads[lane].sums[i];
+        }
+        b[t][g] = from[4];
+        b[t + 4][g] = from[5];
+    }
+    for (int m = 0; m < 16; ++m)
+        for (int k = 0; k < 8; ++k)
+            for (int n = 0; n < 8; ++n) sums[m][n] += a[m][k] * b[k][n];
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 4; ++i) threads[lane].sums[i] = sums[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+}
+
 // All threads of a warp wait in it: they exchange their values and go on, the running one at once.
 void release_warp(unsigned warp) {
     const unsigned base = warp * kWarp;
@@ -119,6 +152,7 @@ void release_warp(unsigned warp) {
         }
         thread.result = block.threads[base + (lane ^ static_cast<unsigned>(first.lanes))].value;
     }
+    if (first.wait == Wait::multiply) multiply(&block.threads[base]);
     if (first.wait == Wait::warp) races::warp_met(base);
     block.warp_waits[warp] = 0;
     for (unsigned thread = base; thread < base + kWarp; ++thread)
@@ -175,7 +209,7 @@ void run(dim3 grid, unsigned threads, size_t shared_bytes, const std::function<v
     const std::lock_guard<std::mutex> lock(one_at_a_time);
     const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
     if (!threads || threads > 1024 || threads % kWarp || !blocks || grid.y > 65535 || grid.z > 65535 ||
-        shared_bytes > 48 << 10)
+        shared_bytes > kMostShared)
         throw std::runtime_error("emulator: a launch that no device accepts");
     ++controls.launches;
     block.kernel = &kernel;
@@ -220,6 +254,27 @@ uint32_t shuffle_xor(unsigned mask, uint32_t value, int lanes) {
     meet_warp(self, Wait::shuffle, "a shuffle", lanes);
     return self.result;
 }
+
+float to_tf32(float value) {
+    if (!std::isfinite(value)) return value;
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits = (bits + 0x1000) & ~0x1FFFu;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+void multiply_add(float (&sums)[4], const float (&a)[4], float b0, float b1) {
+    Thread& self = block.threads[block.running];
+    self.sums = sums;
+    std::copy(a, a + 4, self.operands);
+    self.operands[4] = b0;
+    self.operands[5] = b1;
+    self.lanes = 0;
+    meet_warp(self, Wait::multiply, "multiply_add", 0);
+}
+
+void fail(const char* what) { block.error = what; }
 
 // Blocks run one after another, so that plain arithmetic is atomic.
 bool arrive(int* counter, int blocks) {

@@ -3,8 +3,9 @@
 //
 // What it detects: a barrier or shuffle that only part of the threads reach, threads that meet at different ones, a
 // write past the end of shared memory; shared memory starts as NaN, so what is read before it is written shows in the
-// results. With the kernels compiled for it (races.h), data races in shared and global memory. Under ASan, every access
-// outside an allocation. What it cannot show: the device's own rounding, its memory model, its speed.
+// results; operands of the tensor cores that are not of their type. With the kernels compiled for it (races.h), data
+// races in shared and global memory. Under ASan, every access outside an allocation. What it cannot show: the device's
+// own rounding, its memory model, its speed.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -34,5 +35,8 @@ void block_barrier(const char* file, int line);
 void warp_barrier(const char* file, int line);
 uint32_t shuffle_xor(unsigned mask, uint32_t value, int lanes);
 bool arrive(int* counter, int blocks);  // gpu.h, last_to_arrive
+float to_tf32(float value);
+void multiply_add(float (&sums)[4], const float (&a)[4], float b0, float b1);  // gpu.h
+void fail(const char* what);                                                   // ends the launch with this error
 
 }  // namespace tinyloop::gpu::emulator

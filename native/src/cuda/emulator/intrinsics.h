@@ -19,6 +19,9 @@
 
 using tinyloop::gpu::emulator::dim3;
 
+struct alignas(8) float2 {
+    float x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
@@ -42,3 +45,42 @@ inline float __uint_as_float(unsigned bits) {
 }
 inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __ffsll(unsigned long long bits) { return __builtin_ffsll(static_cast<long long>(bits)); }
+
+namespace tinyloop::gpu::emulator {
+
+// gpu.h, Copies: done when the thread waits for them, and until then NaN. It lies here so that the race detector sees
+// what it writes.
+class Copies {
+  public:
+    void add(void* to, const void* from, int count) {
+        if (reinterpret_cast<uintptr_t>(to) % 16 || (count && reinterpret_cast<uintptr_t>(from) % 16))
+            fail("a copy of 16 bytes from or to an address that is no multiple of 16");
+        if (end_ - begin_ == kMost) fail("more copies at a time than the emulator keeps");
+        one_[end_++ % kMost] = {static_cast<uint32_t*>(to), static_cast<const uint32_t*>(from), count / 4};
+        for (int i = 0; i < 4; ++i) static_cast<uint32_t*>(to)[i] = ~0u;
+    }
+    void close_group() {
+        before_last_ = last_;
+        last_ = end_;
+    }
+    void wait(int left) {
+        const unsigned until = left == 0 ? last_ : before_last_;
+        if (left > 1) fail("waiting with more than one group left is not emulated");
+        for (; begin_ != until; ++begin_) {
+            const Copy& copy = one_[begin_ % kMost];
+            for (int i = 0; i < 4; ++i) copy.to[i] = i < copy.words ? copy.from[i] : 0;
+        }
+    }
+
+  private:
+    static constexpr unsigned kMost = 64;
+    struct Copy {
+        uint32_t* to;
+        const uint32_t* from;
+        int words;
+    };
+    Copy one_[kMost];
+    unsigned begin_ = 0, end_ = 0, last_ = 0, before_last_ = 0;  // all copies ever added are numbered
+};
+
+}  // namespace tinyloop::gpu::emulator
