@@ -8,7 +8,8 @@
 
 // No sum of products can leave 32 bits: 127 * kQueryLimit * 1024 dimensions, 127 * kWeightLimit * 256 slots.
 constexpr float kQueryLimit = 16383.0f, kWeightLimit = 32767.0f;
-constexpr int kConvertTiles = 3;  // up to so many tiles of rows, converting again costs less than unpacking (measured)
+constexpr int kSlotsAhead = 8192;  // bytes that keys and values are fetched ahead: four panels of fp16
+constexpr int kConvertTiles = 3;   // up to so many tiles of rows, converting again costs less than unpacking (measured)
 
 // An arithmetic says how one step of a contraction reads 16 outputs' operands and what it multiplies them with.
 template <int kDtype>
@@ -41,18 +42,25 @@ struct Widening : Wide {
     static void unpack(const char* from, char* to) { load(from).store(to); }
 };
 
-// Adds a[m][k] * w[p][k] to kRows x kPanels accumulators, k in order.
+// Adds a[m][k] * w[p][k] to kRows x kPanels accumulators, k in order. `steps` is even. A row or two wait for memory,
+// which is read in the order of the addresses: all panels of a head's keys, or of its values.
 template <class A, int kRows, int kPanels>
 inline void contract(const char* const (&w)[kPanels], size_t step_bytes, int steps, const typename A::Broadcast* a,
                      size_t lda, typename A::Sum (&sum)[kRows][kPanels]) {
-    for (int k = 0; k < steps; ++k)
+    for (int pair = 0; pair < steps; pair += 2) {
+        if constexpr (kRows <= 2)
 #pragma GCC unroll 4
-        for (int p = 0; p < kPanels; ++p) {
-            const auto operand = A::load(w[p] + k * step_bytes);
+            for (int p = 0; p < kPanels; ++p) __builtin_prefetch(w[p] + pair * step_bytes + kSlotsAhead);
+#pragma GCC unroll 2
+        for (int k = pair; k < pair + 2; ++k)
+#pragma GCC unroll 4
+            for (int p = 0; p < kPanels; ++p) {
+                const auto operand = A::load(w[p] + k * step_bytes);
 #pragma GCC unroll 16
-            for (int m = 0; m < kRows; ++m)
-                sum[m][p] = A::multiply_add(A::broadcast(a + m * lda + A::kDepth * k), operand, sum[m][p]);
-        }
+                for (int m = 0; m < kRows; ++m)
+                    sum[m][p] = A::multiply_add(A::broadcast(a + m * lda + A::kDepth * k), operand, sum[m][p]);
+            }
+    }
 }
 
 template <class Sum, int kRows, int kPanels>

@@ -203,11 +203,8 @@ struct PairSums {
     V to_floats() const { return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}; }
 };
 PairSums add_products(PairSums sum, Pairs a, Pairs b) {
-    sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low));
-    // GCC would multiply for all rows before it adds anything, and run out of registers.
-    asm volatile("" : "+x"(sum.low));
-    sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high));
-    asm volatile("" : "+x"(sum.high));
+    add_int32(sum.low, _mm256_madd_epi16(a.low, b.low));
+    add_int32(sum.high, _mm256_madd_epi16(a.high, b.high));
     return sum;
 }
 
