@@ -308,7 +308,7 @@ inline double difference(const std::vector<float>& one, const std::vector<float>
 }
 
 inline bool same_bits(const std::vector<float>& one, const std::vector<float>& other) {
-    return one.size() == other.size() && std::memcmp(one.data(), other.data(), one.size() * 4) == 0;
+    return one.size() == other.size() && (one.empty() || std::memcmp(one.data(), other.data(), one.size() * 4) == 0);
 }
 
 }  // namespace tiny
