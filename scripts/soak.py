@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def soak(seconds: float) -> dict[str, object]:
         "finished": len(finished),
         "cancelled": sum(each.completion.stop_reason == "cancelled" for each in finished),
         "errors": sum(each.error is not None for each in asked),
+        "of_type": dict(Counter(type(each.error).__name__ for each in asked if each.error)),
         "compared": len(checked),
         "wrong": len(mistaken),
         "rss_mib": {name: round(series[-1][1] / 2**20, 1) for name, series in memory.samples.items()},
