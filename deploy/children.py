@@ -154,9 +154,19 @@ class Child:
         if self._process is not None:
             self._process.send_signal(number)
 
+    @property
+    def output(self) -> int:
+        """The descriptor of its output; -1: it does not run."""
+        return self._process.stdout.fileno() if self._process and self._process.stdout else -1
+
+    @property
+    def has_ended(self) -> bool:
+        """Since it was started, and was not reaped yet."""
+        return self._process is not None and self._process.poll() is not None
+
     def reap(self, now: float) -> bool:
         """Whether it has ended since it was started; then `status` says how and `start_at` when it goes
-        on."""
+        on, and its output is closed."""
         if self._process is None or (status := self._process.poll()) is None:
             return False
         assert self._process.stdout is not None

@@ -285,8 +285,18 @@ class Fleet:
                 _say(f"{child.name} gave no sign of life for {silent_s:.1f} s: killed")
                 child.signal(signal.SIGKILL)
                 child.signed_at = None
-            if child.reap(now) and self._exit_status is None:
-                self._mourn(child, now)
+            if child.has_ended:  # asked once: it may end at any moment
+                self._hear_the_last(child)
+                child.reap(now)
+                if self._exit_status is None:
+                    self._mourn(child, now)
+
+    def _hear_the_last(self, child: Child) -> None:
+        """Of a child that ended after the last look at its output. Closed but still registered, its
+        descriptor would be refused to the child that gets the same number next."""
+        if child.output in self._selector.get_map():
+            self._read(child)
+            self._selector.unregister(child.output)
 
     def _mourn(self, child: Child, now: float) -> None:
         """Says how it ended, and decides what follows."""
