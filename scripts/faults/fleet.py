@@ -98,7 +98,7 @@ class Fleet:
 @contextlib.contextmanager
 def fleet_of(config: str, *flags: str) -> Iterator[Fleet]:
     """`config` is the text of its TOML file, `flags` are those of `tinyloop up`; the model is the demo's
-    unless a flag says otherwise."""
+    unless a flag says otherwise. If what is done with it fails, the last that the fleet said is printed."""
     with tempfile.TemporaryDirectory(prefix="tl-", ignore_cleanup_errors=True) as directory:
         file = Path(directory) / "fleet.toml"
         file.write_text(config)
@@ -106,6 +106,12 @@ def fleet_of(config: str, *flags: str) -> Iterator[Fleet]:
         fleet = Fleet(directory, "--config", str(file), *model, *flags)
         try:
             yield fleet
+        except Exception:
+            ended = fleet.process.poll()
+            state = "lives" if ended is None else f"has ended with status {ended}"
+            print(f"the fleet {state}; the last that it said:", file=sys.stderr)
+            sys.stderr.writelines(fleet.said[-60:])
+            raise
         finally:
             if fleet.process.poll() is None:
                 fleet.stop()
