@@ -136,7 +136,7 @@ class Executor:
         """The next thing to do; while there is none, speculation is measured and an ill engine tried."""
         while True:
             try:
-                wait_s = PROBE_S if self._health.ill and not self._health.hopeless else None
+                wait_s = PROBE_S if self._health.ill else None
                 return self._todo.get(block=not self._speculation.pending, timeout=wait_s)
             except queue.Empty:
                 if self._speculation.pending:
@@ -147,6 +147,7 @@ class Executor:
     def _calibrate(self) -> None:
         try:
             self._speculation.measure_one(self._engine)
+            self._health.succeeded()
         except Exception as error:
             self._engine_failed(error)
         if self._speculation.calibration:
@@ -156,7 +157,7 @@ class Executor:
         try:
             self._engine.generate([0], GenerateConfig(max_tokens=1))
         except Exception as error:
-            self._engine_failed(error)
+            self._engine_failed(error, trial=True)
             if self._health.hopeless:
                 self._give_up(self._health.text)
         else:
@@ -169,6 +170,7 @@ class Executor:
         evicted = self._handles.make_room(handle)  # these are gone, whatever comes of it
         try:
             built = Built(handle, bytes=self._handles.build(building.build), evicted=evicted)
+            self._health.succeeded()
         except REFUSALS as error:
             refusal = refusal_of(error)
             built = Built(handle, evicted=evicted, code=refusal.code, message=str(refusal))
@@ -180,12 +182,12 @@ class Executor:
             self._handles.drop([handle])
         self._post(Outcome(building, built, []))
 
-    def _engine_failed(self, error: Exception, *, now: bool = False) -> None:
+    def _engine_failed(self, error: Exception, *, now: bool = False, trial: bool = False) -> None:
         """`now`: it is ill with this one already. The budget had room for a handle, so the machine has not
         what it was said to have."""
         with contextlib.suppress(OSError):  # nobody may be left to read it
             traceback.print_exception(error, file=sys.stderr)
-        self._health.failed(f"{type(error).__name__}: {error}", now=now)
+        self._health.failed(f"{type(error).__name__}: {error}", now=now, trial=trial)
 
     def _carry_out(self, job: Job) -> list[Part]:
         """Runs the job; returns the parts that end it."""
@@ -211,9 +213,9 @@ class Executor:
                 parts = []
                 try:
                     parts = decoder.single(job, answer)
+                    self._health.succeeded()
                 except REFUSALS as error:
                     parts = answer.fail(refusal_of(error))
-            self._health.succeeded()
         except Exception as error:
             self._engine_failed(error)
             failed = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")

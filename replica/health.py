@@ -19,7 +19,7 @@ class Health:
     def __init__(self) -> None:
         self.text = WELL  # or what is wrong
         self._failures = 0
-        self._probes = 0
+        self._trials = 0  # that failed, of those that it made itself while it was ill
 
     @property
     def ill(self) -> bool:
@@ -27,16 +27,16 @@ class Health:
 
     @property
     def hopeless(self) -> bool:
-        return self._probes >= MOST_PROBES
+        return self._trials >= MOST_PROBES
 
     def succeeded(self) -> None:
-        self.text, self._failures, self._probes = WELL, 0, 0
+        self.text, self._failures, self._trials = WELL, 0, 0
 
-    def failed(self, what: str, *, now: bool = False) -> None:
-        """A call of the engine failed; `now`: that alone makes it ill."""
+    def failed(self, what: str, *, now: bool = False, trial: bool = False) -> None:
+        """A call of the engine failed; `now`: that alone makes it ill. `trial`: it was one of its own; what
+        others still asked for may fail in no time, and says nothing of how long the trouble lasts."""
         self._failures += 1
-        if self.ill:
-            self._probes += 1
+        self._trials += trial
         if now and not self.ill:
             self.text = what
         if self._failures >= MOST_FAILURES:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.test_replica_process import byte_level_tokenizer, write_model
 from tinyloop_serve.native import Model
-from tinyloop_serve.native.errors import OutOfMemoryError
+from tinyloop_serve.native.errors import LimitError, OutOfMemoryError
 from tinyloop_serve.protocol.codec import TO_CLIENT, tokens_from_bytes, tokens_to_bytes
 from tinyloop_serve.protocol.messages import (
     VERSION,
@@ -37,7 +37,7 @@ from tinyloop_serve.replica import budget, scaffolds
 from tinyloop_serve.replica.config import Config, ConfigFault, parse
 from tinyloop_serve.replica.executor import Executor, Outcome
 from tinyloop_serve.replica.handles import HandleStore
-from tinyloop_serve.replica.health import MOST_FAILURES, Health
+from tinyloop_serve.replica.health import MOST_FAILURES, MOST_PROBES, Health
 from tinyloop_serve.replica.speculation import Speculation
 from tinyloop_serve.replica.text import Vocabulary
 
@@ -312,9 +312,10 @@ class FailingEngine:
     cpus: list[int] = []  # noqa: RUF012
     step_counter = 0
     broken = True
+    error: Exception = OutOfMemoryError("no memory for the cache")
 
     def generate_stream(self, *_: object) -> Any:
-        raise OutOfMemoryError("no memory for the cache")
+        raise self.error
 
     def create_prefix_cache(self, *_: object) -> Any:
         raise OutOfMemoryError("no memory for the handle")
@@ -342,6 +343,34 @@ def test_an_engine_that_keeps_failing_is_ill_and_in_the_end_given_up() -> None:
     fail(bench, 1)
     assert bench.given_up.wait(30)
     assert "in a row" in bench.health.text and "OutOfMemoryError" in bench.health.text
+    bench.stop()
+
+
+@pytest.mark.timeout(60)
+def test_runs_that_fail_while_it_is_ill_neither_end_it_nor_its_trials() -> None:
+    engine = FailingEngine()
+    bench = Bench(engine)
+    fail(bench, MOST_FAILURES + 2 * MOST_PROBES)  # in no time, and before anybody can hear that it is ill
+    assert bench.health.ill and not bench.health.hopeless
+    engine.broken = False
+    while bench.health.ill:
+        assert not bench.given_up.wait(0.05)
+    bench.stop()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_run_that_never_reached_the_engine_says_nothing_of_its_health(refused: bool) -> None:
+    engine = FailingEngine()
+    bench = Bench(engine)
+    fail(bench, MOST_FAILURES)
+    if refused:
+        engine.error = LimitError("too long")
+    job = bench.executor.submit(Run(run=1, sampling=Sampling(loops=2), lanes=(lane(),)))
+    if not refused:
+        job.cancel()
+    while not bench.posted.get(timeout=20).message.idle:  # type: ignore[union-attr]
+        pass
+    assert bench.health.ill
     bench.stop()
 
 
