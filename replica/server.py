@@ -118,7 +118,13 @@ class Server:
         leave_at = FOREVER
         supervisor, told = Supervisor(), session.health
         while True:
+            outcomes = self._mailbox.collect()
             stalled_s = session.stalled_s(time.monotonic())
+            for peer, message in session.news():
+                self._send(session, peer, message)
+            for outcome in outcomes:
+                if (to := session.relay(outcome)) is not None:
+                    self._send(session, to, outcome.message, outcome.payloads)
             if session.health != told:
                 told = session.health
                 supervisor.status(told if told != WELL else "well again")
@@ -138,9 +144,6 @@ class Server:
             poller.poll(_milliseconds_until(min(leave_at, supervisor.wake_at(), soon)))
             if self._gate:
                 self._gate.serve()
-            for outcome in self._mailbox.collect():
-                if (peer := session.relay(outcome)) is not None:
-                    self._send(session, peer, outcome.message, outcome.payloads)
             self._receive(session)
         for peer, message in session.leave():
             self._send(session, peer, message)

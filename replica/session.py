@@ -53,6 +53,7 @@ class Session:
         self._announce = announce
         self._life_signs = life_signs
         self._peer: bytes | None = None  # routing id of the dispatcher
+        self._told = WELL  # of our health, to the dispatcher
         self.health = WELL  # or what was wrong when it was last looked
         self._counter = -1  # the engine's steps, when it was last looked
         self._moved_at = 0.0  # when it was last seen to move, or had no run
@@ -93,10 +94,17 @@ class Session:
             case Drop():
                 self._jobs.drop(message)
             case Ping():
-                return [(peer, self._pong(message))]
+                return [(peer, self._pong(message.n))]
             case Goodbye():
                 self.abandon()
         return []
+
+    def news(self) -> list[Reply]:
+        """Its health when last looked, if that is not what the dispatcher knows. Said before the frames of a
+        run that failed: they bring its credit back, and the next run must not come to fail as well."""
+        if self._peer is None or self.health == self._told:
+            return []
+        return [(self._peer, self._pong(0))]
 
     def relay(self, outcome: Outcome) -> bytes | None:
         """Where the frames of `outcome` go; None: nobody waits for them."""
@@ -137,9 +145,12 @@ class Session:
         farewell = self.leave() if self._peer != peer else []
         self.abandon()
         self._peer = peer
-        return [*farewell, (peer, self._announce())]
+        ready = self._announce()
+        self._told = ready.health
+        return [*farewell, (peer, ready)]
 
-    def _pong(self, ping: Ping) -> Pong:
+    def _pong(self, n: int) -> Pong:
         signs = self._life_signs()
+        self._told = signs.health
         running = sum(job.live for job in self._live)
-        return Pong(ping.n, signs.step_counter, running, signs.memory_bytes, signs.health)
+        return Pong(n, signs.step_counter, running, signs.memory_bytes, signs.health)

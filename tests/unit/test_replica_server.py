@@ -67,7 +67,8 @@ class Replica:
         self.mailbox = Mailbox()
         self.work = HandDecoded()
         server = Server(endpoint, self.mailbox)
-        session = Session(self.work, announce=lambda: READY, life_signs=lambda: LifeSigns(5, 6, "ok"))
+        self.health = "ok"
+        session = Session(self.work, announce=lambda: READY, life_signs=lambda: LifeSigns(5, 6, self.health))
 
         def serve() -> None:
             server.run(session, drain_s)
@@ -144,6 +145,20 @@ def test_it_answers_pings_while_it_decodes(replica: Replica, connect: Connect) -
     replica.step(8, idle=True)
     assert peer.hear() == Step(3, (1, 1), (1, 0), (False, True), idle=True)
     assert peer.ask(Ping(3)) == Pong(3, 5, 0, 6)
+
+
+def test_an_engine_that_fails_is_told_of_before_the_credit_is_given_back(
+    replica: Replica, connect: Connect
+) -> None:
+    peer = connect(replica.endpoint)
+    peer.ask(Hello("d"))
+    peer.say(RUN)
+    assert peer.ask(Ping(1)) == Pong(1, 5, 1, 6)  # it has the run
+    replica.health = "failing"
+    replica.step(1, idle=True)
+    first, second = peer.hear(), peer.hear()
+    assert isinstance(first, Pong) and first.health == "failing"
+    assert isinstance(second, Step) and second.idle
 
 
 def test_garbage_is_survived(replica: Replica, connect: Connect) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tinyloop_serve.protocol.messages import (
     Build,
     CancelLanes,
@@ -171,3 +173,23 @@ def test_how_long_the_engine_has_made_no_step_in_a_run() -> None:
     assert replica.stalled_s(102.0) == 0.0 and replica.stalled_s(104.5) == 2.5
     replica.relay(outcome(jobs.jobs[0], idle=True))
     assert replica.stalled_s(200.0) == 0.0
+
+
+def test_another_health_is_told_at_once_and_once() -> None:
+    jobs, health = Submitted(), ["ok"]
+    ready = msgspec.structs.replace(READY, health="failing already")
+    replica = Session(jobs, announce=lambda: ready, life_signs=lambda: LifeSigns(0, 0, health[0]))
+    assert replica.news() == [], "nobody is there to tell"
+    health[0] = "failing already"
+    replica.handle(NEW, Hello("d"))
+
+    def news() -> list[str]:
+        replica.stalled_s(0.0)
+        return [message.health for peer, message in replica.news() if isinstance(message, Pong)]
+
+    assert news() == []
+    health[0] = "worse"
+    assert news() == ["worse"] and news() == []
+    health[0] = "ok"
+    replica.handle(NEW, Ping(1))
+    assert news() == [], "the answer to the ping has told it"
