@@ -99,9 +99,10 @@ def main(arguments: list[str]) -> int:
             memory_bytes=process.resident_bytes(),
             calibration=speculation.calibration,
             handles=handles.held,
-            health=health.text,
         ),
-        life_signs=lambda: LifeSigns(model.step_counter, process.resident_bytes(), health.text),
+        life_signs=lambda: LifeSigns(
+            model.step_counter, process.resident_bytes(), health.text, executor.working
+        ),
     )
     _say_ready(config)
     server.run(session, config.drain_s, config.stall_s)

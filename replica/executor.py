@@ -93,10 +93,16 @@ class Executor:
         self._speculation = speculation
         self._health = health
         self._give_up = give_up
+        self._at_work = False
         self._decoder = Decoder(engine, handles, speculation, name, self._hand_on)
         self._todo: queue.SimpleQueue[Job | Building | Drop | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="decode", daemon=True)
         self._thread.start()
+
+    @property
+    def working(self) -> bool:
+        """The thread has something to do, its own trials included, whether or not it does it."""
+        return self._at_work or not self._todo.empty()
 
     def submit(self, run: Run) -> Job:
         job = Job(run, self._vocabulary, self._eos_ids, self._identity)
@@ -135,14 +141,18 @@ class Executor:
     def _next(self) -> Job | Building | Drop | None:
         """The next thing to do; while there is none, speculation is measured and an ill engine tried."""
         while True:
+            self._at_work = False
             try:
                 wait_s = PROBE_S if self._health.ill else None
                 return self._todo.get(block=not self._speculation.pending, timeout=wait_s)
             except queue.Empty:
-                if self._speculation.pending:
-                    self._calibrate()
-                else:
-                    self._probe()
+                pass
+            finally:
+                self._at_work = True
+            if self._speculation.pending:
+                self._calibrate()
+            else:
+                self._probe()
 
     def _calibrate(self) -> None:
         try:

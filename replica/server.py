@@ -107,8 +107,9 @@ class Server:
     def run(self, session: Session, drain_s: float, stall_s: float = FOREVER) -> None:
         """Serves until a stop is requested and, for `drain_s` at most, the run in progress has ended.
 
-        The supervisor gets signs of life while the engine moves. When it has not for `stall_s` in the middle
-        of a run, `mailbox.given_up` is set and this returns: only a fresh process can help.
+        The supervisor gets signs of life while the engine moves. When it has not for `stall_s` though it has
+        work, `mailbox.given_up` is set and this returns: only a fresh process can help. Then no goodbye is
+        said: what it was given may be why.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -133,14 +134,14 @@ class Server:
             if stalled_s > stall_s:
                 self._mailbox.given_up = f"the engine made no step for {stalled_s:.1f} s"
             if self._mailbox.given_up:
-                break
+                return
             if self._mailbox.stop_requested:
                 if leave_at == FOREVER:
                     supervisor.stopping()
                     leave_at = time.monotonic() + drain_s
                 if not session.busy or time.monotonic() >= leave_at:
                     break
-            soon = time.monotonic() + LOOK_S if session.busy else FOREVER
+            soon = time.monotonic() + LOOK_S if session.busy or session.working else FOREVER
             poller.poll(_milliseconds_until(min(leave_at, supervisor.wake_at(), soon)))
             if self._gate:
                 self._gate.serve()

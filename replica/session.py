@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from tinyloop_serve.protocol.messages import (
     Build,
     CancelLanes,
@@ -28,6 +30,8 @@ from tinyloop_serve.protocol.messages import (
 from tinyloop_serve.replica.executor import Building, Job, Outcome
 from tinyloop_serve.replica.health import WELL
 
+STUCK_S = 1.0  # without a step, in work that nobody waits for
+STUCK = "its engine does not come back from what it was given before"
 Reply = tuple[bytes, FromReplica]
 
 
@@ -35,6 +39,7 @@ class LifeSigns(NamedTuple):
     step_counter: int  # the engine's
     memory_bytes: int  # resident
     health: str  # "ok", or what is wrong
+    working: bool = False  # the decoding thread has something to do
 
 
 class Jobs(Protocol):
@@ -54,9 +59,10 @@ class Session:
         self._life_signs = life_signs
         self._peer: bytes | None = None  # routing id of the dispatcher
         self._told = WELL  # of our health, to the dispatcher
-        self.health = WELL  # or what was wrong when it was last looked
+        self._signs = LifeSigns(0, 0, WELL)  # when it was last looked
         self._counter = -1  # the engine's steps, when it was last looked
-        self._moved_at = 0.0  # when it was last seen to move, or had no run
+        self._moved_at = 0.0  # when it was last seen to move, or had no work
+        self._stalled_s = 0.0  # since then
         self._live: list[Job] = []  # running or waiting, the dispatcher's and those it gave up
         self._wanted: set[Job | Building] = set()  # of the live ones, and of handles being built: those
         # whose outcome the dispatcher waits for
@@ -66,13 +72,24 @@ class Session:
         """Somebody still waits for a run to end."""
         return any(isinstance(work, Job) for work in self._wanted)
 
+    @property
+    def working(self) -> bool:
+        """When last looked; also for those who have given it up, and for itself."""
+        return self._signs.working
+
+    @property
+    def health(self) -> str:
+        """When last looked. Whoever lost its dispatcher to a run that hangs must not get another."""
+        stuck = self._stalled_s > STUCK_S and not self._wanted
+        return STUCK if stuck and self._signs.health == WELL else self._signs.health
+
     def stalled_s(self, now: float) -> float:
-        """For how long the engine has made no step in the middle of a run; 0 without one."""
-        signs = self._life_signs()
-        self.health = signs.health
-        if signs.step_counter != self._counter or not self._live:
+        """Looks. For how long the engine has had work and made no step; 0 without any."""
+        signs = self._signs = self._life_signs()
+        if signs.step_counter != self._counter or not signs.working:
             self._counter, self._moved_at = signs.step_counter, now
-        return now - self._moved_at
+        self._stalled_s = now - self._moved_at
+        return self._stalled_s
 
     def handle(self, peer: bytes, message: ToReplica) -> list[Reply]:
         """The answers to `message`, each with the routing id it goes to."""
@@ -145,12 +162,13 @@ class Session:
         farewell = self.leave() if self._peer != peer else []
         self.abandon()
         self._peer = peer
-        ready = self._announce()
-        self._told = ready.health
+        self._signs = self._life_signs()
+        self._told = self.health
+        ready = replace(self._announce(), health=self._told)
         return [*farewell, (peer, ready)]
 
     def _pong(self, n: int) -> Pong:
-        signs = self._life_signs()
-        self._told = signs.health
+        signs = self._signs = self._life_signs()
+        self._told = self.health
         running = sum(job.live for job in self._live)
-        return Pong(n, signs.step_counter, running, signs.memory_bytes, signs.health)
+        return Pong(n, signs.step_counter, running, signs.memory_bytes, self._told)

@@ -20,9 +20,11 @@ import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from scripts.faults.harm import Harm
 from tests.integration.conftest import Fleet, fleet_of, wait_until
 from tests.integration.promql import complaints, kept_labels
 from tinyloop_serve.dispatcher.catalogue import CATALOGUE
+from tinyloop_serve.replica.session import STUCK
 
 pytestmark = pytest.mark.integration
 
@@ -152,6 +154,28 @@ def test_the_pages_follow_a_replica_that_dies_and_comes_back(watched: Fleet) -> 
     losses = scrape(watched)["tinyloop_replica_losses"].samples
     assert {s.labels["replica"]: s.value for s in losses} == {"replica-0": 0, "replica-1": 1}
     wait_until(lambda: [line["endpoint"] for line in journal(watched, "replica_lost")] == [target.endpoint])
+
+
+def test_a_replica_that_hangs_is_out_until_it_has_been_replaced(tmp_path: Path) -> None:
+    """Not only lost: it answers its dispatcher's greeting again at once, and would hang with the next run."""
+    config = tmp_path / "fleet.toml"
+    config.write_text(
+        '[dispatcher]\nhttp = "127.0.0.1:0"\nstall_ms = 1200\n[replica]\nspeculation = "off"\nstall_s = 4\n'
+    )
+    with fleet_of("--replicas", "2", "--config", str(config)) as fleet, fleet.client() as client:
+        fleet.wait_all_ready()
+        hung, harm = fleet.replica("replica-0"), Harm()
+        assert harm.do("hang", hung.pid)
+        streams = [client.stream("the", max_tokens=4, loops=n) for n in (1, 2)]  # no two share a run
+        assert sum(stream.result().stats.failovers for stream in streams) == 1
+        wait_until(lambda: STUCK in get(fleet, "/health/replicas")[1])
+        ill = scrape(fleet)["tinyloop_replica_ill"].samples
+        assert {s.labels["replica"]: s.value for s in ill} == {"replica-0": 1, "replica-1": 0}
+        for number in range(8):
+            answer = client.generate("the", max_tokens=4, loops=1 + number % 4)
+            assert answer.stats.replica == "replica-1" and not answer.stats.failovers
+        wait_until(lambda: (harm.reap(), get(fleet, "/health/replicas")[0] == 200)[1])
+        assert fleet.replica("replica-0").pid != hung.pid
 
 
 # ------------------------------------------------------------------ the dashboard and the alerts

@@ -33,7 +33,7 @@ from tinyloop_serve.protocol.messages import (
 )
 from tinyloop_serve.replica.answer import step_of
 from tinyloop_serve.replica.executor import Building, Job, Outcome
-from tinyloop_serve.replica.server import Mailbox, Server
+from tinyloop_serve.replica.server import FOREVER, Mailbox, Server
 from tinyloop_serve.replica.session import LifeSigns, Session
 
 READY = Ready("r0", 1, "cpu", ModelInfo("m", "f", 10, 4, 8, 100))
@@ -62,16 +62,16 @@ class HandDecoded:
 class Replica:
     """A server in a thread of its own."""
 
-    def __init__(self, endpoint: str, drain_s: float = 0.3) -> None:
+    def __init__(self, endpoint: str, drain_s: float = 0.3, stall_s: float = FOREVER) -> None:
         self.endpoint = endpoint
         self.mailbox = Mailbox()
         self.work = HandDecoded()
         server = Server(endpoint, self.mailbox)
-        self.health = "ok"
-        session = Session(self.work, announce=lambda: READY, life_signs=lambda: LifeSigns(5, 6, self.health))
+        self.signs = LifeSigns(5, 6, "ok")
+        session = Session(self.work, announce=lambda: READY, life_signs=lambda: self.signs)
 
         def serve() -> None:
-            server.run(session, drain_s)
+            server.run(session, drain_s, stall_s)
             server.close()
 
         self.thread = threading.Thread(target=serve)
@@ -154,11 +154,26 @@ def test_an_engine_that_fails_is_told_of_before_the_credit_is_given_back(
     peer.ask(Hello("d"))
     peer.say(RUN)
     assert peer.ask(Ping(1)) == Pong(1, 5, 1, 6)  # it has the run
-    replica.health = "failing"
+    replica.signs = replica.signs._replace(health="failing")
     replica.step(1, idle=True)
     first, second = peer.hear(), peer.hear()
     assert isinstance(first, Pong) and first.health == "failing"
     assert isinstance(second, Step) and second.idle
+
+
+def test_an_engine_that_hangs_ends_it_without_a_goodbye(tmp_path: Path, connect: Connect) -> None:
+    """So that what it was given is under suspicion; also when nobody waits for it."""
+    hanging = Replica(f"ipc://{tmp_path}/h.sock", stall_s=0.05)
+    peer = connect(hanging.endpoint)
+    peer.ask(Hello("d"))
+    hanging.signs = hanging.signs._replace(working=True)
+    peer.ask(Ping(1))  # nothing else wakes the loop
+    hanging.thread.join(10)
+    assert "no step" in hanging.mailbox.given_up
+    peer.socket.setsockopt(zmq.RCVTIMEO, 100)
+    with pytest.raises(zmq.Again):
+        while True:
+            assert not isinstance(peer.hear(), Goodbye)
 
 
 def test_garbage_is_survived(replica: Replica, connect: Connect) -> None:

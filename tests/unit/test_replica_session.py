@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from tinyloop_serve.protocol.messages import (
     Build,
     CancelLanes,
@@ -20,7 +18,7 @@ from tinyloop_serve.protocol.messages import (
     Step,
 )
 from tinyloop_serve.replica.executor import Building, Job, Outcome
-from tinyloop_serve.replica.session import LifeSigns, Session
+from tinyloop_serve.replica.session import STUCK, LifeSigns, Session
 
 READY = Ready("r0", 1, "cpu", ModelInfo("m", "f", 10, 4, 8, 100))
 OLD, NEW = b"old", b"new"
@@ -162,34 +160,55 @@ def test_leaving_says_goodbye_once() -> None:
     assert replica.leave() == []
 
 
-def test_how_long_the_engine_has_made_no_step_in_a_run() -> None:
-    jobs, steps = Submitted(), [5]
-    replica = Session(jobs, announce=lambda: READY, life_signs=lambda: LifeSigns(steps[0], 0, "ok"))
-    assert replica.stalled_s(10.0) == 0.0 and replica.stalled_s(99.0) == 0.0, "nothing runs"
-    replica.handle(NEW, Hello("d"))
-    replica.handle(NEW, run(1))
+def test_how_long_the_engine_has_made_no_step_at_work() -> None:
+    signs = LifeSigns(5, 0, "ok")
+    replica = Session(Submitted(), announce=lambda: READY, life_signs=lambda: signs)
+    assert replica.stalled_s(10.0) == 0.0 and replica.stalled_s(99.0) == 0.0, "nothing to do"
+    signs = signs._replace(working=True)
     assert replica.stalled_s(101.0) == 2.0
-    steps[0] += 1
+    signs = signs._replace(step_counter=6)
     assert replica.stalled_s(102.0) == 0.0 and replica.stalled_s(104.5) == 2.5
-    replica.relay(outcome(jobs.jobs[0], idle=True))
+    signs = signs._replace(working=False)
     assert replica.stalled_s(200.0) == 0.0
 
 
+def test_one_that_hangs_in_what_nobody_waits_for_is_not_well() -> None:
+    """Its dispatcher has lost it for that, and greets it again at once: it must not get the next run."""
+    jobs, signs = Submitted(), LifeSigns(5, 0, "ok", working=True)
+    replica = Session(jobs, announce=lambda: READY, life_signs=lambda: signs)
+    replica.handle(OLD, Hello("d"))
+    replica.handle(OLD, run(1))
+    replica.stalled_s(10.0)
+    replica.stalled_s(20.0)
+    replica.handle(OLD, Ping(1))
+    assert replica.health == "ok" and replica.news() == [], "that is for the one who waits to judge"
+    [*_, (_, ready)] = replica.handle(NEW, Hello("d"))
+    assert isinstance(ready, Ready) and ready.health == STUCK
+    [(_, pong)] = replica.handle(NEW, Ping(1))
+    assert isinstance(pong, Pong) and pong.health == STUCK
+    signs = signs._replace(step_counter=6)  # it was slow, no more
+    replica.stalled_s(21.0)
+    [(_, pong)] = replica.news()
+    assert isinstance(pong, Pong) and pong.health == "ok"
+    signs = signs._replace(health="failing")
+    replica.stalled_s(30.0)
+    assert replica.health == "failing"
+
+
 def test_another_health_is_told_at_once_and_once() -> None:
-    jobs, health = Submitted(), ["ok"]
-    ready = msgspec.structs.replace(READY, health="failing already")
-    replica = Session(jobs, announce=lambda: ready, life_signs=lambda: LifeSigns(0, 0, health[0]))
+    signs = LifeSigns(0, 0, "failing")
+    replica = Session(Submitted(), announce=lambda: READY, life_signs=lambda: signs)
     assert replica.news() == [], "nobody is there to tell"
-    health[0] = "failing already"
-    replica.handle(NEW, Hello("d"))
+    [(_, ready)] = replica.handle(NEW, Hello("d"))
+    assert isinstance(ready, Ready) and ready.health == "failing"
 
     def news() -> list[str]:
         replica.stalled_s(0.0)
         return [message.health for peer, message in replica.news() if isinstance(message, Pong)]
 
     assert news() == []
-    health[0] = "worse"
+    signs = signs._replace(health="worse")
     assert news() == ["worse"] and news() == []
-    health[0] = "ok"
+    signs = signs._replace(health="ok")
     replica.handle(NEW, Ping(1))
     assert news() == [], "the answer to the ping has told it"

@@ -398,6 +398,41 @@ def test_no_memory_for_a_handle_makes_it_ill_at_once_until_it_works_again() -> N
     bench.stop()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("at", ["run", "build", "trial", "queue"])
+def test_whatever_the_thread_hangs_in_it_is_at_work(at: str) -> None:
+    bench, entered, let_go = Bench(engine := FailingEngine()), threading.Event(), threading.Event()
+
+    def hang(*_: object) -> Any:
+        entered.set()
+        let_go.wait(50)
+        raise OutOfMemoryError("at last")
+
+    engine.generate_stream = engine.create_prefix_cache = hang  # type: ignore[method-assign]
+    if at == "trial":
+        engine.generate = hang  # type: ignore[method-assign]
+        bench.health.failed("it", now=True)
+        bench.executor.drop(Drop(("unknown",)))  # it looks at its health after this
+    elif at == "build":
+        bench.executor.build(Build("h", "prefix", tokens_to_bytes(PROMPT), 2))
+    else:
+        bench.executor.submit(Run(run=1, sampling=Sampling(loops=2), lanes=(lane(),)))
+    assert entered.wait(20) and bench.executor.working
+    if at == "queue":
+        bench.executor._at_work = False  # as if it were stopped before it has taken the next
+        bench.executor.submit(Run(run=2, sampling=Sampling(loops=2), lanes=(lane(),)))
+        assert bench.executor.working
+    let_go.set()
+    bench.stop()
+
+
+@pytest.mark.timeout(60)
+def test_a_thread_with_nothing_to_do_is_not_at_work(bench: Bench) -> None:
+    bench.run(lane())
+    while bench.executor.working:
+        pass
+
+
 # ------------------------------------------------------------------ scaffolds from the configuration
 
 
