@@ -8,9 +8,11 @@ pages say is in `pages.py`. Plain HTTP without keys: bind it to loopback or to a
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
@@ -19,9 +21,9 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, NamedTuple
 
 PATIENCE_S = 2.0  # with the loop, before it counts as stuck
-READER_S = 5.0  # for one reader to ask and to read
+READER_S = 5.0  # for one reader to ask and to read, in all
 MOST_READERS = 16  # at once; more are turned away
-LOOK_S = 0.2  # how soon the listener notices `close`
+LOOK_S = 0.2  # how soon the listener notices `close`, and readers whose time is over
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -71,9 +73,13 @@ class Http:
         return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
 
     def answer(self, *known: object) -> None:
-        """By the loop, after each wake: what was asked, from what is known now. Never blocks or raises."""
-        while self._questions:
-            question = self._questions.popleft()
+        """By the loop, after each wake: what was asked, from what is known now. Never blocks or raises. What
+        is asked meanwhile has its own wake, and waits for the next turn."""
+        for _ in range(len(self._questions)):
+            try:
+                question = self._questions.popleft()
+            except IndexError:
+                return  # its reader has lost patience
             try:
                 found = question.read(*known)
             except Exception as error:  # a page must not take the service down with it
@@ -90,6 +96,8 @@ class Http:
         try:
             found = question.answer.get(timeout=PATIENCE_S)
         except Empty:
+            with contextlib.suppress(ValueError):  # it is being answered, too late
+                self._questions.remove(question)
             return Page(503, TEXT, f"the dispatcher's loop has not turned for {PATIENCE_S:g} s\n".encode())
         if isinstance(found, Exception):
             return Page(500, TEXT, f"{type(found).__name__}: {found}\n".encode())
@@ -112,10 +120,12 @@ class _Listener(ThreadingMixIn, TCPServer):
         self.page = page
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._places = threading.BoundedSemaphore(MOST_READERS)
+        self._until: dict[socket.socket, float] = {}  # when a reader's time is over
         super().__init__((host, port), _Reader)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):
+            self._until[request] = time.monotonic() + READER_S
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -124,7 +134,16 @@ class _Listener(ThreadingMixIn, TCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._until[request]
             self._places.release()
+
+    def service_actions(self) -> None:
+        """Every `LOOK_S`. A reader that drips is never too slow for a socket's own timeout."""
+        now = time.monotonic()
+        for request, until in list(self._until.items()):
+            if now > until:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that went away, or was too slow, is nobody's concern."""
@@ -134,7 +153,6 @@ class _Listener(ThreadingMixIn, TCPServer):
 
 class _Reader(BaseHTTPRequestHandler):
     server: _Listener
-    timeout = READER_S
 
     def do_GET(self) -> None:
         page = self.server.page(self.path, self.headers.get("Accept", ""))

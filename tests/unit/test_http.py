@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -140,6 +141,47 @@ def test_silent_readers_hold_up_nobody_and_too_many_are_turned_away(place: Any, 
             assert one_too_many.recv(100) == b""
     eventually(lambda: here.free() == 3)
     assert here.get("/n")[0] == 200
+
+
+@pytest.mark.parametrize("what", ["drips", "reads nothing"])
+def test_a_reader_has_so_long_in_all_however_busy_it_looks(place: Any, monkeypatch: Any, what: str) -> None:
+    monkeypatch.setattr(pages_over_http, "READER_S", 0.3)
+    here = place({"/n": Route(lambda: "n" * (64 << 20), text)})
+    with here.connect() as reader:
+        if what == "reads nothing":
+            reader.sendall(b"GET /n HTTP/1.0\r\n\r\n")
+        reader.sendall(b"GET /n HTTP/1.0\r\nX: " if what == "drips" else b"")
+        eventually(lambda: here.free() == pages_over_http.MOST_READERS - 1)
+
+        def over() -> bool:
+            if what == "drips":
+                with contextlib.suppress(OSError):
+                    reader.sendall(b"x")
+            return here.free() == pages_over_http.MOST_READERS
+
+        eventually(over)
+
+
+def test_questions_of_readers_that_lost_patience_are_not_read(place: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pages_over_http, "PATIENCE_S", 0.05)
+    here = place({"/n": Route(lambda: pytest.fail("nobody waits for it"), text)})
+    here.stop_the_loop()
+    assert here.get("/n")[0] == 503
+    here.http.answer()
+
+
+def test_a_turn_of_the_loop_answers_what_was_asked_before_it(place: Any) -> None:
+    asked = []
+
+    def read() -> str:
+        asked.append(len(asked))
+        if len(asked) < 5:  # as quick readers would, one after the other
+            here.http._questions.append(pages_over_http._Question(read, SimpleQueue()))
+        return "fine"
+
+    here = place({"/n": Route(read, text)})
+    assert here.get("/n")[0] == 200
+    assert len(asked) == 1
 
 
 def eventually(what: Callable[[], bool]) -> None:
