@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tinyloop_serve.native._core import GenerateConfig, Model, SpeculativeConfig
@@ -63,20 +63,28 @@ class SpeculationBench:
 
     def measure(self, prompt: Sequence[int]) -> None:
         """One prompt more. Raises ConfigError or LimitError for a prompt that the model cannot run."""
+        for _ in self.runs(prompt):
+            pass
+
+    def runs(self, prompt: Sequence[int]) -> Iterator[None]:
+        """The same, a call of the model at a time, for those who have other things to do between them."""
         model, config = self._model, self._config
         if not self._prompts:
             depth = model.generate(prompt, config).stats.loops  # and warms up
+            yield
             fewer = [c for c in self._candidates if c.draft_loops < depth]
             self._candidates = fewer or self._candidates[:1]
         begin = time.perf_counter()
         model.generate(prompt, config)
         plain = time.perf_counter() - begin
+        yield
         for i, candidate in enumerate(self._candidates):
             begin = time.perf_counter()
             stats = model.generate_speculative(prompt, candidate, config).stats
             self._speedups[i].append(plain / (time.perf_counter() - begin))
             self._drafted[i] += stats.drafted
             self._accepted[i] += stats.accepted
+            yield
         self._prompts += 1
 
     def verdict(self) -> Calibration:

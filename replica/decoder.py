@@ -69,7 +69,7 @@ class Decoder:
             suffix = sequence[len(held.tokens) :]
             made = self._engine.generate_from_prefix_cache(held.engine, suffix, config, on_token)
             return made, "plain", ""
-        reason = "" if lane.method == "plain" else self._speculation.why_not()
+        reason = "" if lane.method == "plain" else self._speculation.why_not(config.loops)
         if lane.method == "plain" or reason:
             return self._engine.generate_stream(sequence, config, on_token), "plain", reason
         settings = self._speculation.settings

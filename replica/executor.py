@@ -156,7 +156,7 @@ class Executor:
 
     def _calibrate(self) -> None:
         try:
-            self._speculation.measure_one(self._engine)
+            self._speculation.measure_some(self._engine)
             self._health.succeeded()
         except Exception as error:
             self._engine_failed(error)

@@ -13,6 +13,7 @@ PLAIN = (
     "She opened the letter and read it twice, because",
     "Water boils at a lower temperature on a mountain, for",
 )
+COUNT = range(5, 11)  # fewer say little, more take long
 MOST_TOKENS = 64  # of each: what matters is how well few loops predict many
 
 
@@ -34,6 +35,8 @@ def _lines(path: str) -> list[str]:
             texts = [line.strip() for line in file if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigFault(f"--calibration-prompts {path}: {error}") from error
-    if not texts:
-        raise ConfigFault(f"--calibration-prompts {path}: no prompts in it")
+    if len(texts) not in COUNT:
+        raise ConfigFault(
+            f"--calibration-prompts {path}: {len(texts)} prompts, one per line; expected 5 to 10"
+        )
     return texts

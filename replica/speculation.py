@@ -1,4 +1,4 @@
-"""Speculation on this replica: measured a prompt at a time while nothing else waits, then on or off.
+"""Speculation on this replica: measured one short answer at a time while nothing else waits, then on or off.
 
 Until the measurement is complete, and where it says that speculation does not pay, a request that asks for
 it is decoded plainly, with the same tokens, and its stats say why. Belongs to the decoding thread;
@@ -7,7 +7,7 @@ it is decoded plainly, with the same tokens, and its stats say why. Belongs to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tinyloop_serve.native import Model, SpeculationBench, SpeculativeConfig
 from tinyloop_serve.protocol.messages import Calibration
@@ -16,7 +16,7 @@ CANDIDATES = tuple(
     SpeculativeConfig(draft_loops=loops, draft_ahead=ahead, draft_margin=margin)
     for loops, ahead, margin in ((1, 4, 0.5), (1, 6, 0.5), (1, 4, 0.0), (2, 4, 0.0), (2, 6, 0.5))
 )
-NEW_TOKENS = 24  # decoded per prompt and candidate
+NEW_TOKENS = 24  # decoded per prompt and candidate, where the context has room for them
 
 
 class Speculation:
@@ -28,6 +28,7 @@ class Speculation:
         self._threshold = threshold
         self._todo = list(prompts)
         self._bench: SpeculationBench | None = None
+        self._runs: Iterator[None] | None = None  # of the first prompt to do
         self._why_off = "speculation is switched off on this replica"
         if self._todo and loops < 2:
             self._todo, self._why_off = [], "a model of one loop has nothing to draft with"
@@ -38,13 +39,18 @@ class Speculation:
     def pending(self) -> bool:
         return bool(self._todo)
 
-    def measure_one(self, model: Model) -> None:
-        """The next prompt; after the last, `calibration` is there. Raises what the engine raises: then it is
-        off."""
-        prompt, *self._todo = self._todo
+    def measure_some(self, model: Model) -> None:
+        """One call of the engine; after the last, `calibration` is there. Raises what the engine raises: then
+        it is off."""
         try:
-            self._bench = self._bench or SpeculationBench(model, CANDIDATES, max_tokens=NEW_TOKENS)
-            self._bench.measure(prompt)
+            if self._bench is None:
+                most = min(NEW_TOKENS, model.max_seq_len // 2)
+                self._bench = SpeculationBench(model, CANDIDATES, max_tokens=most)
+            self._runs = self._runs or self._bench.runs(self._todo[0])
+            for _ in self._runs:
+                return
+            self._runs = None
+            del self._todo[0]
         except Exception as error:
             self._todo, self._why_off = [], f"speculation could not be measured: {error}"
             self.calibration = Calibration(threshold=self._threshold)
@@ -63,9 +69,13 @@ class Speculation:
             draft_ahead=found.best.draft_ahead,
             prompts=found.prompts,
         )
-        measured = f"measured {found.speedup:.2f} times as fast, below {self._threshold:g}"
+        measured = f"measured {found.speedup:.2f} times as fast, not more than {self._threshold:g}"
         self._why_off = "" if self.calibration.enabled else measured
 
-    def why_not(self) -> str:
-        """ "" where a request that asks for it gets it, else the reason for its stats."""
-        return "not measured yet" if self.calibration is None else self._why_off
+    def why_not(self, loops: int) -> str:
+        """ "" where a request of so many loops that asks for it gets it, else the reason for its stats."""
+        if self.calibration is None:
+            return "not measured yet"
+        if self.calibration.enabled and loops <= self.settings.draft_loops:
+            return f"loops={loops} is not more than the {self.settings.draft_loops} of a draft"
+        return self._why_off

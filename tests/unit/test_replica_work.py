@@ -33,7 +33,7 @@ from tinyloop_serve.protocol.messages import (
     Tokens,
 )
 from tinyloop_serve.protocol.modes import CACHE_MODES
-from tinyloop_serve.replica import budget, scaffolds
+from tinyloop_serve.replica import budget, prompts, scaffolds
 from tinyloop_serve.replica.config import Config, ConfigFault, parse
 from tinyloop_serve.replica.executor import Executor, Outcome
 from tinyloop_serve.replica.handles import HandleStore
@@ -197,29 +197,65 @@ def test_a_building_that_was_given_up_is_not_kept(model: Model) -> None:
 
 
 def test_speculation_is_measured_then_used_or_not_and_says_so(model: Model) -> None:
-    bench = Bench(model, prompts=[PROMPT, [3, 4, 5]], threshold=0.0)
-    [(plain, _, _, _)] = bench.run(lane())
-    while bench.speculation.calibration is None:
-        assert isinstance(bench.posted.get(timeout=20).message, Calibrated)
-    calibration = bench.speculation.calibration
+    fast = Bench(model, prompts=[PROMPT, [3, 4, 5]], threshold=0.0)
+    [(plain, _, _, _)] = fast.run(lane())
+    while fast.speculation.calibration is None:
+        assert isinstance(fast.posted.get(timeout=20).message, Calibrated)
+    calibration = fast.speculation.calibration
     assert calibration.enabled and calibration.speedup > 0 and calibration.prompts == 2
     for method in ("speculative", "tree_speculative"):
-        [(tokens, _, _, stats)] = bench.run(lane(method=method))
+        [(tokens, _, _, stats)] = fast.run(lane(method=method))
         assert tokens == plain and (stats.method, stats.method_reason) == (method, "")
-    bench.stop()
+    [(_, _, _, stats)] = fast.run(lane(method="speculative"), loops=1)
+    assert stats.method == "plain" and "loops=1 is not more than" in stats.method_reason
+    fast.stop()
 
     slow = Bench(model, prompts=[PROMPT], threshold=1000.0)
     assert isinstance(slow.posted.get(timeout=20).message, Calibrated)
     [(tokens, _, _, stats)] = slow.run(lane(method="speculative"))
-    assert tokens == plain and stats.method == "plain" and "below 1000" in stats.method_reason
+    assert tokens == plain and stats.method == "plain" and "not more than 1000" in stats.method_reason
     slow.stop()
+
+
+def test_speculation_is_measured_one_call_at_a_time_between_requests(model: Model) -> None:
+    """So that a request that comes in the middle waits for one short answer, not for a whole prompt's."""
+    speculation, steps = Speculation([PROMPT], loops=2, threshold=1.3), []
+    while speculation.pending:
+        before = model.step_counter
+        speculation.measure_some(model)
+        steps.append(model.step_counter - before)
+    assert max(steps) < sum(steps) / 3
+    assert speculation.calibration is not None and speculation.calibration.prompts == 1
+
+
+@pytest.mark.parametrize("context", [2, 16, 40])
+def test_a_short_context_is_measured_with_what_fits(tmp_path: Path, context: int) -> None:
+    path = write_model(tmp_path / "tiny.tinyloop", byte_level_tokenizer())
+    with Model(path, max_seq_len=context, threads=1) as short:
+        vocabulary = Vocabulary(short.metadata["tokenizer"])
+        found = prompts.read(config(short), short, vocabulary)
+        speculation = Speculation(found, loops=2, threshold=0.0)
+        while speculation.pending:
+            speculation.measure_some(short)
+    assert speculation.calibration is not None and speculation.calibration.prompts == len(found) == 5
+
+
+@pytest.mark.parametrize(("lines", "why"), [(4, "4 prompts"), (11, "11 prompts"), (None, "No such file")])
+def test_prompts_to_measure_on_are_5_to_10(model: Model, tmp_path: Path, lines: int | None, why: str) -> None:
+    path = tmp_path / "prompts.txt"
+    if lines is not None:
+        path.write_text("\n\n".join(f"prompt {number}" for number in range(lines)))
+    with pytest.raises(ConfigFault, match=f"--calibration-prompts {path}: .*{why}"):
+        prompts.read(config(model, "--calibration-prompts", str(path)), model, None)
+    path.write_text("a\nb\nc\nd\ne\n")
+    assert len(prompts.read(config(model, "--calibration-prompts", str(path)), model, None)) == 5
 
 
 def test_without_prompts_speculation_is_off() -> None:
     off = Speculation([], loops=8, threshold=1.3)
-    assert off.calibration == Calibration(threshold=1.3) and "off" in off.why_not()
-    assert "one loop" in Speculation([PROMPT], loops=1, threshold=1.3).why_not()
-    assert Speculation([PROMPT], loops=2, threshold=1.3).why_not() == "not measured yet"
+    assert off.calibration == Calibration(threshold=1.3) and "off" in off.why_not(8)
+    assert "one loop" in Speculation([PROMPT], loops=1, threshold=1.3).why_not(1)
+    assert Speculation([PROMPT], loops=2, threshold=1.3).why_not(2) == "not measured yet"
 
 
 # ---------------------------------------------------------------- memory
