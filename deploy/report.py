@@ -54,8 +54,8 @@ def describe_status(endpoint: str, found: Status) -> Iterable[str]:
                 str(replica.running),
                 str(replica.served),
                 f"{replica.memory_bytes / 1e6:.0f} MB",
-                f"{replica.last_seen_ms / 1000:.1f} s ago",
-                replica.error,
+                f"{replica.last_seen_ms / 1000:.1f} s ago" if replica.pid else "never",
+                replica.error or ("" if replica.health == "ok" else replica.health),
             )
             for replica in found.replicas
         ],

@@ -55,7 +55,7 @@ def between(before: Look, after: Look) -> Rates:
 
 def line(rates: Rates, status: Status) -> str:
     """All of it in one line, for a log."""
-    serving = sum(replica.state in ("ready", "busy") for replica in status.replicas)
+    serving = sum(each.state in ("ready", "busy") and each.health == "ok" for each in status.replicas)
     return (
         f"replicas={serving}/{len(status.replicas)} running={status.running} waiting={status.waiting}"
         f" tokens_per_s={rates.tokens:.0f} requests_per_s={rates.requests:.1f} finished={status.finished}"

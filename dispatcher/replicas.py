@@ -139,7 +139,7 @@ class Replicas:
         replica.refused = bool(why)
         if why:
             return why
-        replica.state, replica.error, replica.health, replica.step_counter = "ready", "", ready.health, 0
+        replica.state, replica.error, replica.health = "ready", "", ready.health
         replica.ledger = Ledger(ready.budget)
         replica.idle_since = replica.moved_at = now
         if restarted and not replica.leaving:

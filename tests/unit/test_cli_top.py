@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinyloop_serve.deploy import screen
+from tinyloop_serve.deploy.report import describe_status
 from tinyloop_serve.deploy.screen import Look, Rates
 from tinyloop_serve.dispatcher.recent import KEPT, WINDOW_S, Recent
 from tinyloop_serve.protocol.messages import BucketStatus, Latency, ReplicaStatus, Stats, Status
@@ -50,6 +51,14 @@ def test_the_screen_has_replicas_budgets_queues_and_latencies() -> None:
     assert any("[##........] 25 % of 100 MB" in line and "0/8" in line for line in lines)
     assert [line.split()[0] for line in lines[-2:]] == ["2", "1"], "the longest queue first"
     assert shown(status(7), trouble="gone")[1].startswith("NO ANSWER: gone")
+
+
+def test_one_that_is_ill_does_not_serve_and_says_why() -> None:
+    now = status(0, replica("a", 0), replica("b", 0, health="3 calls failed"))
+    assert "replicas=1/2" in screen.line(screen.between(Look(0.0, now), Look(1.0, now)), now)
+    for lines in (shown(now), list(describe_status("ipc:///e", now))):
+        rows = [line for line in lines if "ready" in line and "none yet" not in line]
+        assert [line.endswith("3 calls failed") for line in rows] == [False, True]
 
 
 @pytest.mark.parametrize(("width", "height"), [(20, 5), (1, 1), (80, 24)])

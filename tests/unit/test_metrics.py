@@ -180,6 +180,16 @@ def test_a_replica_that_is_drained_or_ill_shows() -> None:
     assert [value(bench, "tinyloop_replica_ill", endpoint=each) for each in (R0, R1)] == [0, 1]
 
 
+def test_a_replica_that_is_greeted_again_has_not_begun_anew() -> None:
+    bench = Bench(ready=1)
+    bench.replica(R0, Pong(1, step_counter=500))
+    bench.gone(R0)
+    bench.replica(R0, announce(R0))  # scraped here, a 0 would be a restart, and the next 500 all new
+    assert value(bench, "tinyloop_replica_steps_total", endpoint=R0) == 500
+    bench.replica(R0, Pong(2, step_counter=3))  # by its own count: now it has
+    assert value(bench, "tinyloop_replica_steps_total", endpoint=R0) == 3
+
+
 def test_handles_are_counted_from_their_making_to_their_end() -> None:
     bench = Bench(ready=1)
     name = made(bench)
