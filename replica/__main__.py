@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 
 import zmq
 from msgspec.structs import replace
@@ -38,6 +39,14 @@ REQUEST_DEFAULTS = ("TINYLOOP_CACHE_MODE", "TINYLOOP_EARLY_EXIT", "TINYLOOP_SPEC
 
 
 def main(arguments: list[str]) -> int:
+    try:
+        return _serve(arguments)
+    except Exception as error:  # whatever it is, our supervisor shall know
+        traceback.print_exc()
+        return _give_up(f"{type(error).__name__}: {error}", 1)
+
+
+def _serve(arguments: list[str]) -> int:
     for name in REQUEST_DEFAULTS:  # requests and handles are what the dispatcher says, wherever they run
         os.environ.pop(name, None)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,8 +17,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tinyloop_serve.native import artifact
+from tinyloop_serve.native import artifact, errors
 from tinyloop_serve.native.tensors import Tensor
+from tinyloop_serve.replica import __main__ as replica_process
 from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
 
 HEAVY = ("torch", "numpy", "psutil", "jinja2", "asyncio", "safetensors", "transformers", "prometheus_client")
@@ -175,6 +177,31 @@ def test_configuration_faults_exit_78_with_a_line_that_says_what(
         "affinity": "affinity: 1000000",
     }
     assert shown.get(fault, flags["--model"]) in line
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "told"),
+    [
+        (errors.OutOfMemoryError("no memory for weights"), 1, "no memory for weights"),
+        (MemoryError("none at all"), 1, "MemoryError: none at all"),
+        (RuntimeError("can't start new thread"), 1, "can't start new thread"),
+        (errors.ArtifactError("damaged"), EXIT_CONFIG, "damaged"),
+    ],
+)
+def test_whatever_keeps_it_from_starting_its_supervisor_is_told(
+    raised: Exception, status: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(replica_process.native, "Model", fail)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        supervisor.settimeout(10)
+        assert replica_process.main(["--model", "m", "--endpoint", f"ipc://{tmp_path}/r.sock"]) == status
+        assert told in supervisor.recv(4096).decode()
 
 
 def test_it_says_ready_and_stops_at_a_signal(started: Started) -> None:
