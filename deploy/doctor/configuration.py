@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tinyloop_serve import native
 from tinyloop_serve.deploy import endpoints, systemd
 from tinyloop_serve.deploy.doctor.finding import Finding, fault, ok, warning
 from tinyloop_serve.deploy.fleet import BadConfig, Plan, lacking_memory, replica_count, replica_flags
@@ -18,8 +19,10 @@ from tinyloop_serve.dispatcher.encryption import Keyring
 from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.protocol import keys
 from tinyloop_serve.protocol.errors import InvalidRequest
-from tinyloop_serve.replica import budget
+from tinyloop_serve.replica import budget, prompts, scaffolds
 from tinyloop_serve.replica import config as replica
+from tinyloop_serve.replica.handles import HandleStore
+from tinyloop_serve.replica.text import Vocabulary
 
 TABLES = ("dispatcher", "tenants", "replica", "fleet", "load")  # the last for load tests
 
@@ -117,8 +120,6 @@ def _replicas(subject: Subject) -> str:
 
 
 def _model(plan: Plan, config: replica.Config) -> Iterator[Finding]:
-    from tinyloop_serve import native
-
     if lack := lacking_memory(plan):
         yield fault("memory", lack, "fewer replicas, or int8 weights: `tinyloop convert --weights int8`")
         return
@@ -126,7 +127,10 @@ def _model(plan: Plan, config: replica.Config) -> Iterator[Finding]:
         with native.Model(config.model, max_seq_len=config.max_seq_len, threads=1) as model:
             shape = model.config
             each = budget.of(model, config, shape.get("max_loops", shape["loops"]))
-    except (native.TinyLoopError, OSError) as error:
+            if wrong := _wrong_texts(config, model):
+                yield fault("replica", f"[replica] {wrong}")
+                return
+    except (native.TinyLoopError, OSError, ValueError) as error:
         yield fault("model", f"{config.model}: {error}", "make it anew: `tinyloop convert`")
         return
     except replica.ConfigFault as error:
@@ -142,6 +146,19 @@ def _model(plan: Plan, config: replica.Config) -> Iterator[Finding]:
     elif plan.replicas > 1:
         text = f"no memory_mib: each of {plan.replicas} replicas counts on all memory that is free"
         yield warning("memory", text, f"[replica] memory_mib = {(each.memory_bytes >> 20) // plan.replicas}")
+
+
+def _wrong_texts(config: replica.Config, model: native.Model) -> str:
+    """ "" or what is wrong with the files of prompts, which a replica reads when its model is there. Raises
+    `ValueError` for the model's tokenizer."""
+    tokenizer = model.metadata.get("tokenizer", "")
+    vocabulary = Vocabulary(tokenizer) if tokenizer else None
+    try:
+        prompts.read(config, model, vocabulary)
+        scaffolds.register(config, model, vocabulary, HandleStore(model, config.max_handles))
+    except replica.ConfigFault as error:
+        return str(error)
+    return ""
 
 
 def _cores(subject: Subject) -> Iterator[Finding]:

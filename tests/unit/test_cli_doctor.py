@@ -181,6 +181,8 @@ def test_a_good_configuration_is_accepted(capsys: pytest.CaptureFixture[str], co
         ("[tenants.a]\nweigth = 2\n", "dispatcher", "weight"),
         ("[replica]\nmax_handle = 2\n", "replica", "--max-handle"),
         ("[replica]\nmemory_mib = 9\n", "memory", "MiB"),
+        ('[replica]\ncalibration_prompts = "/nowhere.txt"\n', "replica", "/nowhere.txt"),
+        ('[replica]\nscaffold = ["/nowhere.txt"]\n', "replica", "/nowhere.txt"),
         ('[dispatcher]\nkey = "/nowhere.key"\n', "dispatcher", "/nowhere.key"),
         (f'[dispatcher]\nfront = "ipc:///{"x" * 120}/f"\n', "dispatcher", "107"),
         ('[dispatcher]\nfront = "tcp://0.0.0.0:5000"\n', "dispatcher", "key"),
