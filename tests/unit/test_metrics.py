@@ -180,6 +180,52 @@ def test_a_replica_that_is_drained_or_ill_shows() -> None:
     assert [value(bench, "tinyloop_replica_ill", endpoint=each) for each in (R0, R1)] == [0, 1]
 
 
+def test_what_alerts_are_about_begins_at_0_and_not_with_its_first_event() -> None:
+    bench = Bench(ready=1)
+    for outcome in ("answered", "engine", "poison", "replica_lost", "transport", "unavailable"):
+        assert value(bench, "tinyloop_requests_total", tenant="local", outcome=outcome) == 0
+    assert value(bench, "tinyloop_refused_total", code="overloaded") == 0
+    assert [value(bench, "tinyloop_handle_builds_total", outcome=each) for each in ("built", "engine")] == [
+        0,
+        0,
+    ]
+    assert value(bench, "tinyloop_replica_engine_failures_total", endpoint=R0) == 0
+    assert value(bench, "tinyloop_replica_losses_total", endpoint=R0) == 0
+
+
+def test_only_answers_have_a_time_and_only_new_streams_a_first_token() -> None:
+    bench = Bench(ready=1)
+    bench.client(ALICE, ask("resumed", prompt=5, max_tokens=3, done=tokens_to_bytes([11])))
+    deliver(bench, R0, 1, 12, 13)
+    finish(bench)
+    assert value(bench, "tinyloop_time_to_first_token_seconds_count") == 0  # its client had one before
+    assert value(bench, "tinyloop_request_seconds_count") == 1
+    bench.client(ALICE, ask("late", prompt=4, deadline_ms=1000))
+    bench.wait(1.5)
+    assert value(bench, "tinyloop_request_seconds_count") == 1
+    assert value(bench, "tinyloop_prompt_tokens_total") == 5 + 4
+    assert value(bench, "tinyloop_handle_uses_total") == 0
+
+
+def test_requests_wait_or_run_and_the_oldest_of_a_shape_counts() -> None:
+    bench = Bench(ready=1, min_batch_size=8)
+    bench.client(ALICE, ask("runs"))
+    for number in range(2):  # two buckets of one kind, the older one first
+        bench.now += 1.0
+        bench.client(ALICE, ask(f"q{number}", sampling=Sampling(temperature=0.5 + number / 10)))
+    bench.now += 0.5
+    assert value(bench, "tinyloop_requests_waiting", tenant="local") == 2
+    assert value(bench, "tinyloop_requests_running", tenant="local") == 1
+    assert value(bench, "tinyloop_bucket_oldest_seconds") == pytest.approx(1.5)
+
+
+def test_one_that_was_never_heard_of_was_not_seen_long_ago() -> None:
+    bench = Bench(ready=1)
+    bench.now += 0.125
+    samples = exported(bench)["tinyloop_replica_last_seen_seconds"].samples
+    assert [(each.labels["endpoint"], each.value) for each in samples] == [(R0, pytest.approx(0.125))]
+
+
 def test_a_replica_that_is_greeted_again_has_not_begun_anew() -> None:
     bench = Bench(ready=1)
     bench.replica(R0, Pong(1, step_counter=500))
