@@ -129,8 +129,10 @@ class Server:
             if session.health != told:
                 told = session.health
                 supervisor.status(told if told != WELL else "well again")
+            sign_at = FOREVER
             if stalled_s < max(supervisor.watchdog_s, 1.0):
                 supervisor.alive(time.monotonic())
+                sign_at = supervisor.wake_at()
             if stalled_s > stall_s:
                 self._mailbox.given_up = f"the engine made no step for {stalled_s:.1f} s"
             if self._mailbox.given_up:
@@ -142,7 +144,7 @@ class Server:
                 if not session.busy or time.monotonic() >= leave_at:
                     break
             soon = time.monotonic() + LOOK_S if session.busy or session.working else FOREVER
-            poller.poll(_milliseconds_until(min(leave_at, supervisor.wake_at(), soon)))
+            poller.poll(_milliseconds_until(min(leave_at, sign_at, soon)))
             if self._gate:
                 self._gate.serve()
             self._receive(session)

@@ -219,6 +219,15 @@ def test_a_replica_that_dies_building_is_replaced_and_two_are_enough() -> None:
     assert (failed.id, failed.code) == ("1", "poison")
 
 
+def test_an_engine_that_hangs_while_it_builds_is_lost_with_it() -> None:
+    bench = Bench(ready=2, stall_ms=3000)
+    bench.client(ALICE, CreateHandle("1", recipe()))
+    bench.steps = 1
+    bench.wait(1.0)
+    assert said(bench.wait(3.5), R1, Build) and bench.core.replicas[R0].state == "lost"
+    assert "no step" in bench.core.replicas[R0].error
+
+
 def test_a_client_that_leaves_takes_what_is_still_being_built_with_it() -> None:
     bench = Bench()
     bench.client(ALICE, CreateHandle("1", recipe()))

@@ -101,6 +101,10 @@ def test_the_loop_reads_and_a_thread_beside_it_draws(place: Any) -> None:
     assert here.get("/n?x=1", Accept="a/b") == (200, "text/plain", "42 a/b")
     assert by["read"] == here._loop.name != by["draw"]
     assert here.get("/n", method="HEAD") == (200, "text/plain", "")
+    with here.connect() as raw:
+        raw.sendall(b"HEAD /n HTTP/1.0\r\n\r\n")
+        head = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert b"Content-Length: 3\r\n" in head and head.endswith(b"\r\n\r\n")
     status, _, body = here.get("/none")
     assert status == 404 and "/n" in body
     assert here.get("/n", method="POST")[0] == 501

@@ -178,6 +178,8 @@ def test_a_replica_that_is_drained_or_ill_shows() -> None:
     bench.replica(R1, Pong(1, health="3 calls failed"))
     assert value(bench, "tinyloop_replica_state", endpoint=R0, state="draining") == 1
     assert [value(bench, "tinyloop_replica_ill", endpoint=each) for each in (R0, R1)] == [0, 1]
+    bench.gone(R1)
+    assert value(bench, "tinyloop_replica_ill", endpoint=R1) == 0  # it says nothing any more: it is lost
 
 
 def test_what_alerts_are_about_begins_at_0_and_not_with_its_first_event() -> None:

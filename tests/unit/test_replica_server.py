@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -68,7 +69,8 @@ class Replica:
         self.work = HandDecoded()
         server = Server(endpoint, self.mailbox)
         self.signs = LifeSigns(5, 6, "ok")
-        session = Session(self.work, announce=lambda: READY, life_signs=lambda: self.signs)
+        self.looks = 0  # at them
+        session = Session(self.work, announce=lambda: READY, life_signs=self._look)
 
         def serve() -> None:
             server.run(session, drain_s, stall_s)
@@ -76,6 +78,10 @@ class Replica:
 
         self.thread = threading.Thread(target=serve)
         self.thread.start()
+
+    def _look(self) -> LifeSigns:
+        self.looks += 1
+        return self.signs
 
     def step(self, token: int, *, idle: bool = False) -> None:
         job = self.work.jobs[-1]
@@ -174,6 +180,39 @@ def test_an_engine_that_hangs_ends_it_without_a_goodbye(tmp_path: Path, connect:
     with pytest.raises(zmq.Again):
         while True:
             assert not isinstance(peer.hear(), Goodbye)
+
+
+def test_its_supervisor_hears_of_its_health_and_nothing_while_it_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        supervisor.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        replica = Replica(f"ipc://{tmp_path}/s.sock")
+
+        def hear(wanted: bytes) -> None:
+            while supervisor.recv(4096) != wanted:
+                pass
+
+        try:
+            hear(b"WATCHDOG=1")
+            replica.signs = LifeSigns(5, 6, "failing")
+            hear(b"STATUS=failing")
+            replica.signs = LifeSigns(5, 6, "ok")
+            hear(b"STATUS=well again")
+            replica.signs = LifeSigns(5, 6, "ok", working=True)
+            supervisor.settimeout(0.6)
+            deadline, looks = time.monotonic() + 10, 0
+            with pytest.raises(TimeoutError):
+                while time.monotonic() < deadline:
+                    looks = replica.looks
+                    supervisor.recv(4096)
+            assert replica.looks - looks < 20, "it does not spin while it has nothing to say"
+        finally:
+            replica.mailbox.request_stop()
+            replica.thread.join(10)
 
 
 def test_garbage_is_survived(replica: Replica, connect: Connect) -> None:

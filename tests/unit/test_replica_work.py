@@ -196,6 +196,35 @@ def test_a_building_that_was_given_up_is_not_kept(model: Model) -> None:
     assert blocker.live == 0 and bench.handles.held == ()
 
 
+def test_a_building_given_up_while_it_is_made_is_not_kept(model: Model) -> None:
+    bench, entered, let_go = Bench(model), threading.Event(), threading.Event()
+    build = bench.handles.build
+
+    def slow(asked: Build) -> int:
+        size = build(asked)
+        entered.set()
+        let_go.wait(20)
+        return size
+
+    bench.handles.build = slow  # type: ignore[method-assign]
+    building = bench.executor.build(Build("h", "prefix", tokens_to_bytes(PROMPT), 2))
+    assert entered.wait(20)
+    building.give_up()
+    let_go.set()
+    bench.stop()
+    assert bench.handles.held == ()
+
+
+def test_a_measurement_that_fails_is_the_engines_failure_and_speculation_is_off() -> None:
+    bench = Bench(FailingEngine(), prompts=[PROMPT])
+    message = bench.posted.get(timeout=20).message
+    assert isinstance(message, Calibrated) and not message.calibration.enabled
+    assert "could not be measured: still none" in bench.speculation.why_not(2)
+    fail(bench, MOST_FAILURES - 1)
+    assert bench.health.ill
+    bench.stop()
+
+
 def test_speculation_is_measured_then_used_or_not_and_says_so(model: Model) -> None:
     fast = Bench(model, prompts=[PROMPT, [3, 4, 5]], threshold=0.0)
     [(plain, _, _, _)] = fast.run(lane())
@@ -347,6 +376,7 @@ class FailingEngine:
     config: dict[str, Any] = {"eos_ids": []}  # noqa: RUF012
     cpus: list[int] = []  # noqa: RUF012
     step_counter = 0
+    max_seq_len = 128
     broken = True
     error: Exception = OutOfMemoryError("no memory for the cache")
 
