@@ -176,6 +176,7 @@ def test_a_replica_that_hangs_is_out_until_it_has_been_replaced(tmp_path: Path) 
             assert answer.stats.replica == "replica-1" and not answer.stats.failovers
         wait_until(lambda: (harm.reap(), get(fleet, "/health/replicas")[0] == 200)[1])
         assert fleet.replica("replica-0").pid != hung.pid
+        assert any("replica-0 ended with status 70" in line for line in fleet.said), fleet.said
 
 
 # ------------------------------------------------------------------ the dashboard and the alerts
