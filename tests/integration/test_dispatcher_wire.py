@@ -226,6 +226,8 @@ def test_a_key_names_its_tenant_and_nothing_else_does(locked: Locked) -> None:
     with Library(endpoint, connect_timeout_s=PATIENCE_S) as open_, pytest.raises(errors.AuthError):
         open_.status()
     assert any('"key_refused"' in line and locked.public["stranger"] in line for line in locked.refused)
+    [(server, _)] = locked.fleet.servers
+    assert server._core.metrics.keys_refused >= 1
 
 
 def test_a_replicas_link_is_encrypted_and_expects_its_key(locked: Locked) -> None:

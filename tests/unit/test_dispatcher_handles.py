@@ -25,6 +25,7 @@ from tinyloop_serve.protocol.messages import (
     Handles,
     HeldHandle,
     ListHandles,
+    Pong,
     Ready,
     Recipe,
     RenewHandle,
@@ -217,6 +218,17 @@ def test_a_replica_that_dies_building_is_replaced_and_two_are_enough() -> None:
     assert said(bench.gone(R0), R1, Build)
     (failed,) = said(bench.gone(R1), ALICE, Failed)
     assert (failed.id, failed.code) == ("1", "poison")
+
+
+def test_who_waits_for_the_holder_of_a_handle_goes_elsewhere_when_it_falls_ill() -> None:
+    bench = Bench(ready=2, sticky_wait_ms=60_000)
+    name = made(bench)
+    (holder,) = bench.core.handles.get(name).holders  # type: ignore[union-attr]
+    other = R1 if holder == R0 else R0
+    assert said(bench.client(ALICE, ask("busy", handle=name)), holder, Run)
+    assert not said(bench.client(ALICE, ask("waits", handle=name)), other, Run)
+    (run,) = said(bench.replica(holder, Pong(1, health="failing")), other, Run)
+    assert [lane.id for lane in run.lanes] == ["waits"]
 
 
 def test_an_engine_that_hangs_while_it_builds_is_lost_with_it() -> None:
