@@ -11,8 +11,10 @@ from typing import Any
 
 import msgpack
 import pytest
+import zmq
 
 from tests.integration.test_dispatcher_server import PATIENCE_S, Client, Fleet, Replica, keys, receive
+from tinyloop_serve.dispatcher import link
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.readers import ConfigError
@@ -256,6 +258,36 @@ def test_a_link_whose_keys_do_not_fit_says_so_and_is_never_a_replica(
             pass
     assert replica.state == "lost" and why in replica.error
     assert sum('"replica_lost"' in line for line in locked.refused) == 1  # and not ten times a second
+    gate.socket.close()
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_link_to_what_is_no_replica_says_so_and_finds_the_one_that_comes_later(
+    locked: Locked, encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "REFUSED_S", 0.2)
+    keys_of_it = {"replica_keys": [locked.public["replica"]]} if encrypted else {}
+    before: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    other = before.socket(zmq.PUB)  # another kind of socket, with keys where none are expected
+    if not encrypted:
+        curve.bind(other, curve.read_pair(locked.directory / "replica.key"))
+    back = f"tcp://127.0.0.1:{other.bind_to_random_port('tcp://127.0.0.1')}"
+    endpoint = locked.serve(back, **keys_of_it)
+    with locked.client(endpoint, "alice") as alice:
+        while not (error := alice.status().replicas[0].error):
+            pass
+    assert ("it uses no keys" if encrypted else "it asks for keys") in error
+    before.destroy(linger=0)  # and its port is free
+    gate = Gate(locked.fleet.context, {locked.public["dispatcher"]: "dispatcher"})
+    replica = Replica(locked.fleet.context, "", "r0")
+    locked.fleet.peers.append(replica)
+    if encrypted:
+        curve.bind(replica.socket, curve.read_pair(locked.directory / "replica.key"))
+    replica.socket.bind(back)
+    if encrypted:
+        assert gate.socket.poll(1000 * PATIENCE_S)
+        gate.serve()
+    replica.hear("Hello")
     gate.socket.close()
 
 

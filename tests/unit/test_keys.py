@@ -4,8 +4,10 @@ so within the time to connect. Real sockets, one machine."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ from tinyloop_serve.protocol.client import Client
 from tinyloop_serve.protocol.zap import Gate, user_of
 
 LONG_S = 600.0
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)  # ZMTP 3.1
+PUB = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
 
 
 class Ring:
@@ -202,6 +206,36 @@ def test_wrong_keys_are_an_auth_error_long_before_the_time_is_up(
 
     asyncio.run(main())
     assert not server.seen, "nothing that was said arrived"
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_peer_of_another_kind_is_an_error_long_before_the_time_is_up(ring: Ring, encrypted: bool) -> None:
+    """ZeroMQ never tries such a one again, and may not even say that it broke the protocol."""
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+
+    def answer() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 ".ljust(100) if encrypted else GREETING + PUB)
+                while connection.recv(4096):
+                    pass
+
+    over = threading.Event()
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    options = {"key": ring.path("alice"), "server_key": ring.public["server"]} if encrypted else {}
+    with (
+        Client(f"tcp://{host}:{port}", connect_timeout_s=LONG_S, **options) as client,
+        pytest.raises(errors.ProtocolError, match="does not speak"),
+    ):
+        client.status()
+    over.set()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(fake.CAP_S)
 
 
 def test_a_refused_key_is_noticed_also_when_the_client_was_idle_meanwhile(start: Any, ring: Ring) -> None:
