@@ -6,6 +6,7 @@ before the loss can reach anybody after it. This file must not know what the mes
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Set
 
 import zmq
@@ -17,6 +18,7 @@ from tinyloop_serve.protocol.errors import LimitExceeded, ProtocolError
 from tinyloop_serve.protocol.keys import Encryption
 from tinyloop_serve.protocol.limits import MAX_BACK_BODY_BYTES, MAX_BODY_BYTES
 from tinyloop_serve.protocol.messages import VERSION, FromReplica, Step
+from tinyloop_serve.protocol.sockets import prepare
 
 RECONNECT_S = 0.1  # before a lost replica is tried again
 REFUSED_S = 5.0  # the same where it was never one of ours: only an operator can change that
@@ -55,17 +57,26 @@ class Link:
     def due(self, ready: Set[object], now: float) -> bool:
         """Whether it has something to read; a closed one is opened when its time has come."""
         if not self.open and now >= self.open_at:
-            self._connect()
+            self._connect(now)
         return self.open and (self.socket in ready or self._monitor in ready)
 
-    def _connect(self) -> None:
-        self.socket = self._context.socket(zmq.DEALER)  # IMMEDIATE stays off: it discards received messages
-        self.socket.set(zmq.MAXMSGSIZE, MAX_BACK_BODY_BYTES)
+    def _connect(self, now: float) -> None:
+        try:
+            self.socket = self._context.socket(zmq.DEALER)  # without IMMEDIATE: it discards what was received
+            try:
+                self._monitor = self.socket.get_monitor_socket(_WATCHED)
+            except zmq.ZMQError:
+                self.socket.close(0)
+                raise
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self.open_at = now + RECONNECT_S  # clients have all our descriptors: as long as they do
+            return
+        prepare(self.socket, self.endpoint, MAX_BACK_BODY_BYTES)
         self.socket.set(zmq.RECONNECT_IVL, int(1000 * RECONNECT_S))
-        self.socket.set(zmq.IPV6, int(self.endpoint.startswith("tcp://[")))
         if self._encryption is not None:
             self._encryption.connect(self.socket)
-        self._monitor = self.socket.get_monitor_socket(_WATCHED)
         self.socket.connect(self.endpoint)
         self._poller.register(self.socket)
         self._poller.register(self._monitor)
@@ -100,7 +111,8 @@ class Link:
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._retried = True
                 self._strikes += self._encryption is not None and not self._established
-                lost = "it breaks off the handshake: it has other keys" if self._strikes == STRIKES else ""
+                if self._strikes == STRIKES:
+                    lost = "it breaks off the handshake: it has other keys, or none"
         return connected, lost
 
     def _misfit(self) -> str:

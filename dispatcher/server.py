@@ -42,6 +42,7 @@ from tinyloop_serve.protocol.errors import LimitExceeded, TinyLoopError
 from tinyloop_serve.protocol.host import Supervisor
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES, check_announced
 from tinyloop_serve.protocol.messages import VERSION, Built, Message, Ready, ToDispatcher
+from tinyloop_serve.protocol.sockets import prepare
 from tinyloop_serve.protocol.zap import Gate, user_of
 
 MESSAGES_PER_TURN = 200  # from one socket
@@ -283,10 +284,9 @@ class Server:
     def _bind(self) -> zmq.Socket[bytes]:
         front = self._context.socket(zmq.ROUTER)  # without HANDOVER: a routing id stays with who had it first
         front.set(zmq.ROUTER_MANDATORY, 1)
-        front.set(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        prepare(front, self._config.front, MAX_BODY_BYTES)
         front.set(zmq.SNDHWM, QUEUED_PER_CLIENT)
         front.set(zmq.RCVHWM, QUEUED_PER_CLIENT)
-        front.set(zmq.IPV6, int(self._config.front.startswith("tcp://[")))
         if self._keyring.front is not None:
             keys.bind(front, self._keyring.front)
         mask = os.umask(0o117)

@@ -31,6 +31,7 @@ from tinyloop_serve.protocol.errors import (
 from tinyloop_serve.protocol.keys import Encryption
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES
 from tinyloop_serve.protocol.session import Events, Session
+from tinyloop_serve.protocol.sockets import prepare
 
 PACE_S = 0.1  # between one connection and the next
 LINGER_MS = 200  # how long `close` may wait for the goodbye to leave
@@ -266,10 +267,9 @@ class _Connection:
         self._strikes = 0
         self._retried = False  # ZeroMQ itself will try again
         self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        prepare(self.socket, endpoint, MAX_BODY_BYTES)
         self.socket.set(zmq.RECONNECT_IVL, 100)
         self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))
         if encryption is not None:
             encryption.connect(self.socket)
         self.monitor = self.socket.get_monitor_socket(_WATCHED)

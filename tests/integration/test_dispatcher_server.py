@@ -7,6 +7,7 @@ must come, for up to `PATIENCE_S`.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import stat
@@ -23,6 +24,8 @@ import zmq
 
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.journal import Journal
+from tinyloop_serve.dispatcher.link import RECONNECT_S, Link
+from tinyloop_serve.dispatcher.poller import Poller
 from tinyloop_serve.dispatcher.server import Server
 
 pytestmark = pytest.mark.integration
@@ -411,6 +414,27 @@ def test_a_taken_address_of_the_pages_is_unavailable_and_the_front_is_let_go(fle
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 69 and address in log and "http" in log
     assert ready_line(fleet.start("--http", "127.0.0.1:0")).count("http=") == 1
+
+
+def test_it_takes_all_the_open_files_that_it_may_have(fleet: Fleet) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    process = fleet.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ready_line(process)
+    assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (min(hard, 1 << 20), hard)
+
+
+@pytest.mark.parametrize("spare", [0, 1])  # 1: enough for a socket, not for its monitor
+def test_without_a_descriptor_to_spare_a_replica_is_tried_again_later(fleet: Fleet, spare: int) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 1 + spare)  # the same refusal, sooner
+    held, poller = context.socket(zmq.DEALER), Poller()
+    link = Link(fleet.back[0], context, poller)
+    assert not link.due(set(), 1.0) and not link.open and link.open_at == 1.0 + RECONNECT_S
+    held.close()
+    context.destroy(linger=0)
+    poller.close()
 
 
 def test_it_dies_with_its_parent(fleet: Fleet) -> None:
