@@ -38,7 +38,7 @@ from tinyloop_serve.protocol.codec import (
     parcels,
     salvage_id,
 )
-from tinyloop_serve.protocol.errors import LimitExceeded, TinyLoopError
+from tinyloop_serve.protocol.errors import LimitExceeded, TinyLoopError, TransportError
 from tinyloop_serve.protocol.host import Supervisor
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES, check_announced
 from tinyloop_serve.protocol.messages import VERSION, Built, Message, Ready, ToDispatcher
@@ -81,7 +81,8 @@ class Server:
         if self._gate is not None:
             self._poller.register(self._gate.socket)
         self._links = {e: self._link(e) for e in config.replicas}
-        self._outbox = Outbox(self._attempt, config.client_bytes, config.client_stall_ms / 1000)
+        stall_s = config.client_stall_ms / 1000
+        self._outbox = Outbox(self._attempt, config.client_bytes, stall_s, _farewell())
         self._mail: dict[bytes, list[bytes]] = {}  # bodies that this turn has for a client
         self._tokenizer = Tokenizer(self._wake)
         self._supervisor = Supervisor()
@@ -335,6 +336,11 @@ class Server:
             self._http.close()
         self._context.destroy(linger=int(1000 * GOODBYE_S))
         self._place.close()
+
+
+def _farewell() -> list[bytes]:
+    given_up = TransportError("the client read too slowly for too long; what was open has ended")
+    return TO_CLIENT.encode(failed_from(given_up, ""))
 
 
 def _encoded(message: Message) -> bytes:

@@ -264,6 +264,23 @@ def test_a_client_that_does_not_read_is_cut_off_and_delays_nobody(fleet: Fleet) 
     assert (failed["type"], failed["id"], failed["code"]) == ("Failed", "s", "transport")
 
 
+def test_a_client_that_was_given_up_is_told_once_it_reads_and_is_served_again(fleet: Fleet) -> None:
+    fleet.serve(client_stall_ms=100)
+    slow, fast, replica = fleet.client(RCVHWM=1), fleet.client(), fleet.replica()
+    replica.hear("Hello")
+    slow.ask("s")
+    run, big = replica.hear("Run"), bytes(200_000)
+    while not (replica.socket.poll(0) and replica.next()["type"] == "CancelLanes"):
+        replica.step(run, {keys(run)[0]: big})
+    while fast.status()["clients"] > 1:
+        pass
+    while (last := receive(slow.socket)[-1]) == big:
+        pass
+    failed = msgpack.unpackb(last)
+    assert (failed["type"], failed["id"], failed["code"]) == ("Failed", "", "transport")
+    assert slow.status()["clients"] == 2
+
+
 def test_the_lanes_of_a_client_that_is_gone_are_cancelled(fleet: Fleet) -> None:
     fleet.serve()
     client, replica = fleet.client(), fleet.replica()

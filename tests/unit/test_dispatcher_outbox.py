@@ -15,7 +15,7 @@ class Wire:
         self.stuck: set[bytes] = set()
         self.closed: set[bytes] = set()
         self.taken: list[tuple[bytes, bytes]] = []
-        self.outbox = Outbox(self.attempt, max_bytes=3 * SIZE, stall_s=10.0)
+        self.outbox = Outbox(self.attempt, max_bytes=3 * SIZE, stall_s=10.0, farewell=[b"farewell"])
 
     def attempt(self, client: bytes, frames: list[bytes]) -> Verdict:
         if client in self.closed:
@@ -65,6 +65,10 @@ def test_over_its_bytes_it_is_slow_and_at_twice_gone() -> None:
     wire.stuck.add(ALICE)
     verdicts = [wire.post(ALICE, b"x") for _ in range(7)]
     assert verdicts == [Verdict.FINE] * 3 + [Verdict.SLOW] * 3 + [Verdict.GONE]
+    assert wire.post(ALICE, b"y") is Verdict.FINE  # its queue begins anew
+    wire.stuck.clear()
+    wire.outbox.flush(1.0)
+    assert wire.taken == [(ALICE, b"f"), (ALICE, b"y")], "it is told that the rest will not come"
     assert len(wire.outbox) == 0
 
 
@@ -75,7 +79,11 @@ def test_reading_nothing_for_too_long_is_slow_then_gone() -> None:
     assert wire.outbox.flush(10.0) == []
     assert wire.outbox.flush(10.5) == [(ALICE, Verdict.SLOW)]
     assert wire.outbox.flush(20.5) == [(ALICE, Verdict.GONE)]
-    assert len(wire.outbox) == 0
+    assert wire.outbox.flush(30.0) == []
+    assert wire.outbox.flush(41.0) == [(ALICE, Verdict.GONE)], "and the farewell waits no longer than others"
+    wire.stuck.clear()
+    wire.outbox.flush(42.0)
+    assert wire.taken == [(ALICE, b"f")] and len(wire.outbox) == 0
 
 
 def test_any_progress_restarts_the_stall_clock() -> None:
