@@ -43,6 +43,7 @@ from tinyloop_serve.protocol.messages import (
     Ping,
     Pong,
     Ready,
+    RenewHandle,
     Run,
     Sampling,
     Stats,
@@ -260,7 +261,7 @@ def test_a_live_id_cannot_be_used_twice_by_one_client_but_by_two() -> None:
     bench = Bench()
     bench.client(ALICE, ask("q"))
     (failed,) = said(bench.client(ALICE, ask("q")), ALICE, Failed)
-    assert failed.code == "invalid" and failed.field == "id"
+    assert (failed.id, failed.code, failed.field) == ("", "invalid", "id")  # no end of the first one
     assert said(bench.client(BOB, ask("q")), BOB, Failed) == []
     bench.finish()
     assert said(bench.client(ALICE, ask("q")), ALICE, Failed) == []  # free again
@@ -292,6 +293,9 @@ def test_garbled_messages_never_answer_a_live_request() -> None:
     bench.client(ALICE, ask("q"))
     (send,) = bench.core.client_garbled(ALICE, "q", error, bench.now)
     assert send.message == Failed("", "limit", "too large")
+    for other in (ask("q", max_tokens=0), Control("q", "attach"), RenewHandle("q", "")):
+        (failed,) = said(bench.client(ALICE, other), ALICE, Failed)
+        assert (failed.id, failed.code) == ("", "invalid")
 
 
 # ------------------------------------------------------------------ cancel, deadlines, clients that leave
