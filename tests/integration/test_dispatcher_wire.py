@@ -90,6 +90,14 @@ def test_a_replica_that_miscounts_its_payloads_is_given_up_and_no_client_sees_th
         client.socket.close(0)
 
 
+def test_a_replica_whose_payload_is_too_large_for_any_client_is_given_up(fleet: Fleet) -> None:
+    fleet.serve(replica_wait_ms=100, heartbeat_ms=20)
+    client, replica, run = running(fleet, "a")
+    replica.step(run, {keys(run)[0]: bytes(MAX_BODY_BYTES + 1)})
+    end = client.hear()
+    assert end["code"] == "replica_lost" and "payload" in end["message"]
+
+
 # ------------------------------------------------------------------ who is who
 
 

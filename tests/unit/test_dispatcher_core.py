@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tinyloop_serve.dispatcher.clients import IDLE_S
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.core import Core
 from tinyloop_serve.dispatcher.effects import (
@@ -378,6 +379,14 @@ def test_a_lease_is_renewed_by_any_message() -> None:
     assert len(bench.core.requests.live()) == 1
 
 
+def test_who_is_silent_for_long_and_has_nothing_open_is_forgotten() -> None:
+    bench = Bench(stall_ms=86_400_000)
+    bench.client(ALICE, Ping(1))
+    bench.client(BOB, ask("q"))
+    bench.wait(IDLE_S + 1)
+    assert set(bench.core.clients.known()) == {BOB}
+
+
 def test_a_slow_client_is_told_so_once_per_request() -> None:
     bench = Bench()
     bench.client(ALICE, ask("running"))
@@ -491,6 +500,11 @@ def test_frames_of_an_old_run_are_dropped() -> None:
     key = bench.run().lanes[0].key
     assert bench.replica(R0, Step(99, (key,), (1,), (True,), idle=True), (b"x",)) == []
     assert len(bench.core.requests.live()) == 1
+    bench.finish()
+    assert bench.replica(R0, Step(0, (key,), (1,), (False,)), (b"x",)) == []  # the number of no run
+    assert bench.core.metrics.tokens == 1
+    assert bench.core.replicas[R0].served == 1
+    assert bench.replica(R0, Step(0, idle=True)) == []
 
 
 def test_a_replica_cannot_answer_what_another_decodes() -> None:
