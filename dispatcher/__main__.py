@@ -22,7 +22,7 @@ from tinyloop_serve.dispatcher.http import CannotListen
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.dispatcher.server import Server
-from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, die_with_parent
+from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, allow_many_files, die_with_parent
 
 EXIT_UNAVAILABLE = 69  # EX_UNAVAILABLE
 EXIT_TAKEN = 75  # EX_TEMPFAIL: it may be free later
@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
         config = parse(arguments)
         if config.die_with_parent:
             die_with_parent(config.die_with_parent)
+        allow_many_files()
         server = Server(config, Journal(), version=_version())
     except ConfigError as error:
         return _give_up(str(error), EXIT_CONFIG)

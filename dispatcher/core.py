@@ -321,8 +321,7 @@ class Core(Operator):
         self, client: bytes, request_id: str, error: errors.TinyLoopError, now: float
     ) -> list[Send]:
         """It sent what cannot be decoded; `request_id` is "" where that could not be read either."""
-        live = self.requests.find(client, request_id) or self.handles.ordered(client, request_id)
-        self._refuse(client, "" if live else request_id, error)  # a live one's answer is still to come
+        self._refuse(client, request_id, error)
         return self._decide(now)
 
     def client_gone(self, client: bytes, now: float) -> list[Send]:

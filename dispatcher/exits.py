@@ -127,8 +127,10 @@ class Exits:
         self._out += [Send(peer, messages.CancelLanes(tuple(keys))) for peer, keys in lanes.items()]
 
     def _refuse(self, client: bytes, request_id: str, error: errors.TinyLoopError) -> None:
-        """Never admitted, so there is nothing to end."""
+        """Never admitted, so there is nothing to end. It does not answer a live one that has the same id, and
+        whose own answer is still to come."""
+        live = self.requests.find(client, request_id) or self.handles.ordered(client, request_id)
         self.metrics.refused[error.code] += 1
-        self._out.append(Send(client, codec.failed_from(error, request_id)))
+        self._out.append(Send(client, codec.failed_from(error, "" if live else request_id)))
         who = {"id": request_id, "client": client.hex()}
         self._journal.event("refused", **who, code=error.code, message=error.message)

@@ -6,6 +6,7 @@ before the loss can reach anybody after it. This file must not know what the mes
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Set
 
 import zmq
@@ -17,9 +18,10 @@ from tinyloop_serve.protocol.errors import LimitExceeded, ProtocolError
 from tinyloop_serve.protocol.keys import Encryption
 from tinyloop_serve.protocol.limits import MAX_BACK_BODY_BYTES, MAX_BODY_BYTES
 from tinyloop_serve.protocol.messages import VERSION, FromReplica, Step
+from tinyloop_serve.protocol.sockets import prepare
 
 RECONNECT_S = 0.1  # before a lost replica is tried again
-REFUSED_S = 5.0  # the same where keys do not fit: only an operator can change that
+REFUSED_S = 5.0  # the same where it was never one of ours: only an operator can change that
 STRIKES = 2  # handshakes that end without a word before the keys are to blame
 LINGER_MS = 500  # for the last words to one that is left for good
 DONTWAIT = int(zmq.DONTWAIT)
@@ -29,7 +31,7 @@ _WATCHED = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+)  # of a peer that breaks the protocol ZeroMQ says nothing but that it is gone, and never tries it again
 
 
 class Link:
@@ -50,25 +52,35 @@ class Link:
         self._encryption = encryption
         self._established = False
         self._strikes = 0
+        self._retried = False  # ZeroMQ itself will try again
 
     def due(self, ready: Set[object], now: float) -> bool:
         """Whether it has something to read; a closed one is opened when its time has come."""
         if not self.open and now >= self.open_at:
-            self._connect()
+            self._connect(now)
         return self.open and (self.socket in ready or self._monitor in ready)
 
-    def _connect(self) -> None:
-        self.socket = self._context.socket(zmq.DEALER)  # IMMEDIATE stays off: it discards received messages
-        self.socket.set(zmq.MAXMSGSIZE, MAX_BACK_BODY_BYTES)
+    def _connect(self, now: float) -> None:
+        try:
+            self.socket = self._context.socket(zmq.DEALER)  # without IMMEDIATE: it discards what was received
+            try:
+                self._monitor = self.socket.get_monitor_socket(_WATCHED)
+            except zmq.ZMQError:
+                self.socket.close(0)
+                raise
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self.open_at = now + RECONNECT_S  # clients have all our descriptors: as long as they do
+            return
+        prepare(self.socket, self.endpoint, MAX_BACK_BODY_BYTES)
         self.socket.set(zmq.RECONNECT_IVL, int(1000 * RECONNECT_S))
-        self.socket.set(zmq.IPV6, int(self.endpoint.startswith("tcp://[")))
         if self._encryption is not None:
             self._encryption.connect(self.socket)
-        self._monitor = self.socket.get_monitor_socket(_WATCHED)
         self.socket.connect(self.endpoint)
         self._poller.register(self.socket)
         self._poller.register(self._monitor)
-        self.open, self._established, self._strikes = True, False, 0
+        self.open, self._established, self._strikes, self._retried = True, False, 0, False
 
     def close(self, now: float, linger_ms: int = 0) -> None:
         if self.open:
@@ -77,11 +89,10 @@ class Link:
             self.socket.disable_monitor()
             self._monitor.close(0)
             self.socket.close(linger_ms)
-            refused = self._encryption is not None and not self._established
-            self.open, self.open_at = False, now + (REFUSED_S if refused else RECONNECT_S)
+            self.open, self.open_at = False, now + (RECONNECT_S if self._established else REFUSED_S)
 
     def news(self, ready: Set[object]) -> tuple[bool, str]:
-        """Whether it connected, and "" or how it was lost; before the first handshake ZeroMQ tries again."""
+        """Whether it connected, and "" or how it was lost; before that ZeroMQ tries again where it can."""
         connected, lost = False, ""
         while self._monitor in ready and not lost:
             try:
@@ -92,12 +103,21 @@ class Link:
                 connected = self._established = True
             elif event == zmq.EVENT_DISCONNECTED and self._established:
                 lost = "the connection was closed"
+            elif event == zmq.EVENT_DISCONNECTED:
+                lost = "" if self._retried else self._misfit()
+                self._retried = False
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 lost = "it does not know our key"
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._encryption is not None:
-                self._strikes += not self._established
-                lost = "it breaks off the handshake: it has other keys" if self._strikes == STRIKES else ""
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._retried = True
+                self._strikes += self._encryption is not None and not self._established
+                if self._strikes == STRIKES:
+                    lost = "it breaks off the handshake: it has other keys, or none"
         return connected, lost
+
+    def _misfit(self) -> str:
+        keys = "it uses no keys" if self._encryption else "it asks for keys"
+        return f"what answers there is no replica, or {keys}"
 
     def has_more(self) -> bool:
         """Whether another message waits."""

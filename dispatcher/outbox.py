@@ -2,8 +2,9 @@
 
 ZeroMQ's own queues must never be the queue: they drop silently and grow in the kernel. At `max_bytes`, or
 when a client has read nothing for `stall_s`, it is SLOW: its requests are to be failed, which adds their
-short terminal messages and stops the flow. At twice either bound it is GONE and its queue is dropped. No
-client ever delays another: nothing here waits. This file must not know messages or sockets.
+short terminal messages and stops the flow. At twice either bound it is GONE: a farewell takes the place of
+its queue, for it may be alive, and wait. No client ever delays another: nothing here waits. This file must
+not know messages or sockets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RETRY_S = 0.01  # between two attempts: one at each turn of a busy loop would co
 class Verdict(Enum):
     FINE = "fine"
     SLOW = "slow"
-    GONE = "gone"
+    GONE = "gone"  # or given up
 
 
 Attempt = Callable[[bytes, list[bytes]], Verdict]  # sends now: FINE, SLOW (its pipe is full), GONE
@@ -32,10 +33,17 @@ class _Backlog:
     frames: deque[tuple[list[bytes], int]] = field(default_factory=deque)  # a message, its size
     size: int = 0
 
+    def add(self, frames: list[bytes]) -> None:
+        size = sum(map(len, frames)) + OVERHEAD_BYTES
+        self.frames.append((frames, size))
+        self.size += size
+
 
 class Outbox:
-    def __init__(self, attempt: Attempt, max_bytes: int, stall_s: float) -> None:
+    def __init__(self, attempt: Attempt, max_bytes: int, stall_s: float, farewell: list[bytes]) -> None:
+        """`farewell` is a message that says: nothing of what you asked for will come."""
         self._attempt = attempt
+        self._farewell = farewell
         self._max_bytes = max_bytes
         self._stall_s = stall_s
         self._backlogs: dict[bytes, _Backlog] = {}
@@ -46,17 +54,15 @@ class Outbox:
         return len(self._backlogs)
 
     def post(self, client: bytes, frames: list[bytes], now: float) -> Verdict:
-        """Sends or queues one message, in order. After GONE nothing of the client is left here."""
+        """Sends or queues one message, in order. After GONE nothing that was said to the client is left."""
         backlog = self._backlogs.get(client)
         if backlog is None:
             first = self._attempt(client, frames)
             if first is not Verdict.SLOW:
                 return first
             backlog = self._backlogs[client] = _Backlog(now)
-        size = sum(map(len, frames)) + OVERHEAD_BYTES
-        backlog.frames.append((frames, size))
-        backlog.size += size
-        return self._judge(client, backlog, now)
+        backlog.add(frames)
+        return self._judge(backlog, now)
 
     def wake_at(self) -> float:
         """When the next `flush` is due, seconds; infinity: nothing waits."""
@@ -76,7 +82,7 @@ class Outbox:
             frames, size = backlog.frames[0]
             attempt = self._attempt(client, frames)
             if attempt is Verdict.SLOW:
-                return self._judge(client, backlog, now)
+                return self._judge(backlog, now)
             if attempt is Verdict.GONE:
                 break
             backlog.frames.popleft()
@@ -85,9 +91,11 @@ class Outbox:
         del self._backlogs[client]
         return Verdict.GONE if backlog.frames else Verdict.FINE
 
-    def _judge(self, client: bytes, backlog: _Backlog, now: float) -> Verdict:
+    def _judge(self, backlog: _Backlog, now: float) -> Verdict:
         excess = max(backlog.size / self._max_bytes, (now - backlog.moved_at) / self._stall_s)
         if excess > 2:
-            del self._backlogs[client]
+            backlog.frames.clear()
+            backlog.size, backlog.moved_at = 0, now
+            backlog.add(self._farewell)
             return Verdict.GONE
         return Verdict.SLOW if excess > 1 else Verdict.FINE

@@ -38,10 +38,11 @@ from tinyloop_serve.protocol.codec import (
     parcels,
     salvage_id,
 )
-from tinyloop_serve.protocol.errors import LimitExceeded, TinyLoopError
+from tinyloop_serve.protocol.errors import LimitExceeded, TinyLoopError, TransportError
 from tinyloop_serve.protocol.host import Supervisor
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES, check_announced
 from tinyloop_serve.protocol.messages import VERSION, Built, Message, Ready, ToDispatcher
+from tinyloop_serve.protocol.sockets import prepare
 from tinyloop_serve.protocol.zap import Gate, user_of
 
 MESSAGES_PER_TURN = 200  # from one socket
@@ -80,7 +81,8 @@ class Server:
         if self._gate is not None:
             self._poller.register(self._gate.socket)
         self._links = {e: self._link(e) for e in config.replicas}
-        self._outbox = Outbox(self._attempt, config.client_bytes, config.client_stall_ms / 1000)
+        stall_s = config.client_stall_ms / 1000
+        self._outbox = Outbox(self._attempt, config.client_bytes, stall_s, _farewell())
         self._mail: dict[bytes, list[bytes]] = {}  # bodies that this turn has for a client
         self._tokenizer = Tokenizer(self._wake)
         self._supervisor = Supervisor()
@@ -283,10 +285,9 @@ class Server:
     def _bind(self) -> zmq.Socket[bytes]:
         front = self._context.socket(zmq.ROUTER)  # without HANDOVER: a routing id stays with who had it first
         front.set(zmq.ROUTER_MANDATORY, 1)
-        front.set(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        prepare(front, self._config.front, MAX_BODY_BYTES)
         front.set(zmq.SNDHWM, QUEUED_PER_CLIENT)
         front.set(zmq.RCVHWM, QUEUED_PER_CLIENT)
-        front.set(zmq.IPV6, int(self._config.front.startswith("tcp://[")))
         if self._keyring.front is not None:
             keys.bind(front, self._keyring.front)
         mask = os.umask(0o117)
@@ -335,6 +336,11 @@ class Server:
             self._http.close()
         self._context.destroy(linger=int(1000 * GOODBYE_S))
         self._place.close()
+
+
+def _farewell() -> list[bytes]:
+    given_up = TransportError("the client read too slowly for too long; what was open has ended")
+    return TO_CLIENT.encode(failed_from(given_up, ""))
 
 
 def _encoded(message: Message) -> bytes:

@@ -1,6 +1,6 @@
-"""What the server processes share of the operating system: the parent that they die with, the lock of a
-socket path, and what they tell their supervisor (systemd's protocol, sd_notify(3)). Linux; no third-party
-modules.
+"""What the server processes share of the operating system: the parent that they die with, the files that they
+may open, the lock of a socket path, and what they tell their supervisor (systemd's protocol, sd_notify(3)).
+Linux; no third-party modules.
 
 This file must not know messages, models or which process it is in.
 """
@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import signal
 import socket
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MANY_FILES = 1 << 20  # more cost the kernel something, where it lets us
 
 
 class EndpointTaken(Exception):
@@ -33,6 +35,13 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the request reached the kernel
         raise SystemExit(0)
+
+
+def allow_many_files() -> None:
+    """As many open files as we may have. Each connection is one, and where none is left libzmq ends the
+    process at the next one to an ipc path."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MANY_FILES)), hard))
 
 
 def lock(path: str) -> int:

@@ -31,6 +31,7 @@ from tinyloop_serve.protocol.errors import (
 from tinyloop_serve.protocol.keys import Encryption
 from tinyloop_serve.protocol.limits import MAX_BODY_BYTES
 from tinyloop_serve.protocol.session import Events, Session
+from tinyloop_serve.protocol.sockets import prepare
 
 PACE_S = 0.1  # between one connection and the next
 LINGER_MS = 200  # how long `close` may wait for the goodbye to leave
@@ -264,11 +265,11 @@ class _Connection:
         self._encrypted = encryption is not None
         self._established = False
         self._strikes = 0
+        self._retried = False  # ZeroMQ itself will try again
         self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        prepare(self.socket, endpoint, MAX_BODY_BYTES)
         self.socket.set(zmq.RECONNECT_IVL, 100)
         self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))
         if encryption is not None:
             encryption.connect(self.socket)
         self.monitor = self.socket.get_monitor_socket(_WATCHED)
@@ -295,14 +296,19 @@ class _Connection:
             return ConnectFailed(f"{self._endpoint}: the dispatcher closed the connection; {advice}")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AuthError(f"{self._endpoint}: the dispatcher does not know this key", field="key")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._encrypted and not self._established:
-            self._strikes += 1
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._retried = True
+            self._strikes += self._encrypted and not self._established
             if self._strikes == STRIKES:
                 why = "it has another key than server_key, or uses none"
                 return AuthError(f"{self._endpoint}: it breaks off the handshake: {why}", field="server_key")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
             advice = "it uses no keys" if self._encrypted else "it asks for keys: give key and server_key"
             return AuthError(f"{self._endpoint}: {advice}", field="key")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (
+            event == zmq.EVENT_DISCONNECTED and not self._retried
+        ):  # the second may be all that ZeroMQ says of a peer that it will never try again
             return ProtocolError(f"{self._endpoint}: the peer does not speak this kind of ZeroMQ connection")
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._retried = False
         return None

@@ -22,7 +22,7 @@ from tinyloop_serve import native
 from tinyloop_serve.native import errors
 from tinyloop_serve.protocol import keys
 from tinyloop_serve.protocol.errors import InvalidRequest
-from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, die_with_parent
+from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, allow_many_files, die_with_parent
 from tinyloop_serve.protocol.messages import Budget, ModelInfo, Ready
 from tinyloop_serve.replica import budget, process, prompts, scaffolds
 from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
@@ -79,6 +79,7 @@ def _serve(arguments: list[str]) -> int:
     except errors.TinyLoopError as error:
         temporary = isinstance(error, errors.OutOfMemoryError | errors.BackendFailed)
         return _give_up(f"cannot load {config.model}: {error}", 1 if temporary else EXIT_CONFIG)
+    allow_many_files()
     os.umask(0o007)  # the socket is for our group, at most
     try:
         pair, dispatchers = _keys(config)

@@ -24,6 +24,7 @@ from tinyloop_serve.protocol.errors import TinyLoopError
 from tinyloop_serve.protocol.host import Supervisor, lock
 from tinyloop_serve.protocol.keys import KeyPair
 from tinyloop_serve.protocol.messages import FromReplica
+from tinyloop_serve.protocol.sockets import prepare
 from tinyloop_serve.protocol.zap import Gate
 from tinyloop_serve.replica.executor import Outcome
 from tinyloop_serve.replica.health import WELL
@@ -31,6 +32,7 @@ from tinyloop_serve.replica.session import Session
 
 FRAMES_PER_TURN = 64  # messages read before outcomes are looked at again
 FAREWELL_MS = 500  # for the last frames to leave
+REFUSALS_S = 1.0  # between two lines on keys that were refused
 LOOK_S = 1.0  # how often it is looked whether the engine still moves
 FOREVER = float("inf")
 
@@ -87,11 +89,12 @@ class Server:
             zmq.ROUTER_MANDATORY, 1
         )  # a dispatcher that is gone is an error, not a silence
         self._socket.setsockopt(zmq.SNDHWM, 0)  # the credit bounds it: one run's frames
-        self._socket.setsockopt(zmq.MAXMSGSIZE, TO_REPLICA.max_body_bytes)
+        prepare(self._socket, endpoint, TO_REPLICA.max_body_bytes)
         self._socket.setsockopt(zmq.LINGER, FAREWELL_MS)
         self._gate: Gate | None = None
+        self._denied_at = -REFUSALS_S
         if pair and endpoint.startswith("tcp://"):
-            self._gate = Gate(self._context, dict.fromkeys(dispatchers, "dispatcher"), _denied)
+            self._gate = Gate(self._context, dict.fromkeys(dispatchers, "dispatcher"), self._denied)
             keys.bind(self._socket, pair)
         try:
             self._socket.bind(endpoint)
@@ -159,6 +162,14 @@ class Server:
                 os.unlink(self._path)
         os.close(self._lock)
 
+    def _denied(self, key: str, address: str) -> None:
+        """A flood of strangers must not become one of log lines."""
+        if (now := time.monotonic()) >= self._denied_at + REFUSALS_S:
+            self._denied_at = now
+            with contextlib.suppress(OSError):  # nobody may be left to read it
+                refused = f"refused a connection from {address}: key {key} is not a dispatcher's"
+                print(refused, file=sys.stderr, flush=True)
+
     def _receive(self, session: Session) -> None:
         for _ in range(FRAMES_PER_TURN):
             try:
@@ -183,12 +194,6 @@ class Server:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             session.lost(peer)
-
-
-def _denied(key: str, address: str) -> None:
-    with contextlib.suppress(OSError):
-        refused = f"refused a connection from {address}: key {key} is not a dispatcher's"
-        print(refused, file=sys.stderr, flush=True)
 
 
 def _milliseconds_until(when: float) -> int | None:

@@ -7,6 +7,7 @@ must come, for up to `PATIENCE_S`.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import stat
@@ -23,6 +24,8 @@ import zmq
 
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.journal import Journal
+from tinyloop_serve.dispatcher.link import RECONNECT_S, Link
+from tinyloop_serve.dispatcher.poller import Poller
 from tinyloop_serve.dispatcher.server import Server
 
 pytestmark = pytest.mark.integration
@@ -261,6 +264,23 @@ def test_a_client_that_does_not_read_is_cut_off_and_delays_nobody(fleet: Fleet) 
     assert (failed["type"], failed["id"], failed["code"]) == ("Failed", "s", "transport")
 
 
+def test_a_client_that_was_given_up_is_told_once_it_reads_and_is_served_again(fleet: Fleet) -> None:
+    fleet.serve(client_stall_ms=100)
+    slow, fast, replica = fleet.client(RCVHWM=1), fleet.client(), fleet.replica()
+    replica.hear("Hello")
+    slow.ask("s")
+    run, big = replica.hear("Run"), bytes(200_000)
+    while not (replica.socket.poll(0) and replica.next()["type"] == "CancelLanes"):
+        replica.step(run, {keys(run)[0]: big})
+    while fast.status()["clients"] > 1:
+        pass
+    while (last := receive(slow.socket)[-1]) == big:
+        pass
+    failed = msgpack.unpackb(last)
+    assert (failed["type"], failed["id"], failed["code"]) == ("Failed", "", "transport")
+    assert slow.status()["clients"] == 2
+
+
 def test_the_lanes_of_a_client_that_is_gone_are_cancelled(fleet: Fleet) -> None:
     fleet.serve()
     client, replica = fleet.client(), fleet.replica()
@@ -411,6 +431,27 @@ def test_a_taken_address_of_the_pages_is_unavailable_and_the_front_is_let_go(fle
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 69 and address in log and "http" in log
     assert ready_line(fleet.start("--http", "127.0.0.1:0")).count("http=") == 1
+
+
+def test_it_takes_all_the_open_files_that_it_may_have(fleet: Fleet) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    process = fleet.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ready_line(process)
+    assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (min(hard, 1 << 20), hard)
+
+
+@pytest.mark.parametrize("spare", [0, 1])  # 1: enough for a socket, not for its monitor
+def test_without_a_descriptor_to_spare_a_replica_is_tried_again_later(fleet: Fleet, spare: int) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 1 + spare)  # the same refusal, sooner
+    held, poller = context.socket(zmq.DEALER), Poller()
+    link = Link(fleet.back[0], context, poller)
+    assert not link.due(set(), 1.0) and not link.open and link.open_at == 1.0 + RECONNECT_S
+    held.close()
+    context.destroy(linger=0)
+    poller.close()
 
 
 def test_it_dies_with_its_parent(fleet: Fleet) -> None:

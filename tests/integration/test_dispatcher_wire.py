@@ -11,8 +11,10 @@ from typing import Any
 
 import msgpack
 import pytest
+import zmq
 
 from tests.integration.test_dispatcher_server import PATIENCE_S, Client, Fleet, Replica, keys, receive
+from tinyloop_serve.dispatcher import link
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.readers import ConfigError
@@ -20,6 +22,7 @@ from tinyloop_serve.dispatcher.server import Server
 from tinyloop_serve.protocol import errors
 from tinyloop_serve.protocol import keys as curve
 from tinyloop_serve.protocol.client import Client as Library
+from tinyloop_serve.protocol.limits import MAX_BODY_BYTES
 from tinyloop_serve.protocol.zap import Gate
 
 pytestmark = pytest.mark.integration
@@ -87,6 +90,14 @@ def test_a_replica_that_miscounts_its_payloads_is_given_up_and_no_client_sees_th
         client.socket.close(0)
 
 
+def test_a_replica_whose_payload_is_too_large_for_any_client_is_given_up(fleet: Fleet) -> None:
+    fleet.serve(replica_wait_ms=100, heartbeat_ms=20)
+    client, replica, run = running(fleet, "a")
+    replica.step(run, {keys(run)[0]: bytes(MAX_BODY_BYTES + 1)})
+    end = client.hear()
+    assert end["code"] == "replica_lost" and "payload" in end["message"]
+
+
 # ------------------------------------------------------------------ who is who
 
 
@@ -120,6 +131,19 @@ def test_a_message_of_endless_frames_is_refused_and_the_next_one_read(fleet: Fle
     assert client.hear()["code"] == "protocol"
     client.say("Ping", n=2)
     assert client.hear() == {"type": "Pong", "n": 2}
+
+
+def test_a_frame_over_the_limit_cuts_its_sender_off(fleet: Fleet) -> None:
+    fleet.serve()
+    client, bystander = fleet.client(), fleet.client()
+    monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    client.socket.send_multipart([b"TL2", bytes(MAX_BODY_BYTES)])
+    assert client.hear()["code"] == "invalid"
+    client.socket.send_multipart([b"TL2", bytes(MAX_BODY_BYTES + 1)])
+    assert monitor.poll(1000 * PATIENCE_S)
+    client.socket.disable_monitor()
+    monitor.close(0)
+    assert bystander.status()["type"] == "Status"
 
 
 # ------------------------------------------------------------------ replicas join and leave
@@ -243,6 +267,28 @@ def test_a_replicas_link_is_encrypted_and_expects_its_key(locked: Locked) -> Non
     gate.socket.close()
 
 
+def test_machines_that_vanish_are_noticed_on_every_tcp_connection(locked: Locked) -> None:
+    """Each end probes a silent connection (/proc/net/tcp: state 01 is established, timer 02 keep-alive)."""
+    replica = Replica(locked.fleet.context, "", "r0")
+    locked.fleet.peers.append(replica)
+    back = f"tcp://127.0.0.1:{replica.socket.bind_to_random_port('tcp://127.0.0.1')}"
+    endpoint = locked.serve(back)
+    replica.hear("Hello")
+    with locked.client(endpoint, "alice") as alice:
+        alice.status()
+        front, behind = (f":{int(each.rpartition(':')[2]):04X}" for each in (endpoint, back))
+
+        def timers() -> list[str]:
+            rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            live = [row for row in rows if row[3] == "01"]
+            ours = [row for row in live if row[1].endswith(front) or row[2].endswith((front, behind))]
+            return [row[5][:2] for row in ours]
+
+        while "01" in timers():  # something said is still to be acknowledged
+            pass
+        assert timers() == ["02"] * 3
+
+
 @pytest.mark.parametrize(("name", "why"), [("stranger", "other keys"), ("replica", "does not know our key")])
 def test_a_link_whose_keys_do_not_fit_says_so_and_is_never_a_replica(
     locked: Locked, name: str, why: str
@@ -258,6 +304,37 @@ def test_a_link_whose_keys_do_not_fit_says_so_and_is_never_a_replica(
             pass
     assert replica.state == "lost" and why in replica.error
     assert sum('"replica_lost"' in line for line in locked.refused) == 1  # and not ten times a second
+    gate.socket.close()
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_link_to_what_is_no_replica_says_so_and_finds_the_one_that_comes_later(
+    locked: Locked, encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "REFUSED_S", 0.2)
+    keys_of_it = {"replica_keys": [locked.public["replica"]]} if encrypted else {}
+    before: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    other = before.socket(zmq.PUB)  # another kind of socket, with keys where none are expected
+    if not encrypted:
+        curve.bind(other, curve.read_pair(locked.directory / "replica.key"))
+    back = f"tcp://127.0.0.1:{other.bind_to_random_port('tcp://127.0.0.1')}"
+    endpoint = locked.serve(back, **keys_of_it)
+    with locked.client(endpoint, "alice") as alice:
+        while not (error := alice.status().replicas[0].error):
+            pass
+    quicker = ("it uses no keys", "it has other keys, or none") if encrypted else ("it asks for keys",)
+    assert any(why in error for why in quicker)  # the end that breaks off first knows more
+    before.destroy(linger=0)  # and its port is free
+    gate = Gate(locked.fleet.context, {locked.public["dispatcher"]: "dispatcher"})
+    replica = Replica(locked.fleet.context, "", "r0")
+    locked.fleet.peers.append(replica)
+    if encrypted:
+        curve.bind(replica.socket, curve.read_pair(locked.directory / "replica.key"))
+    replica.socket.bind(back)
+    if encrypted:
+        assert gate.socket.poll(1000 * PATIENCE_S)
+        gate.serve()
+    replica.hear("Hello")
     gate.socket.close()
 
 

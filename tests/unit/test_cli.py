@@ -223,6 +223,15 @@ def test_a_directory_that_others_can_open_is_refused(short_tmp: Path) -> None:
         endpoints.check_private(directory)
 
 
+def test_a_private_directory_of_somebody_else_is_not_used(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoints.make_private(f"{short_tmp}/mine")
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(endpoints.UnsafeDirectory, match="this user alone"):
+        endpoints.check_private(f"{short_tmp}/mine")
+
+
 def test_nobody_there_is_said_at_once(short_tmp: Path) -> None:
     path = short_tmp / "front.sock"
     with pytest.raises(protocol.ConnectFailed, match="No such file"):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tinyloop_serve.dispatcher.clients import IDLE_S
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.core import Core
 from tinyloop_serve.dispatcher.effects import (
@@ -43,6 +44,7 @@ from tinyloop_serve.protocol.messages import (
     Ping,
     Pong,
     Ready,
+    RenewHandle,
     Run,
     Sampling,
     Stats,
@@ -260,7 +262,7 @@ def test_a_live_id_cannot_be_used_twice_by_one_client_but_by_two() -> None:
     bench = Bench()
     bench.client(ALICE, ask("q"))
     (failed,) = said(bench.client(ALICE, ask("q")), ALICE, Failed)
-    assert failed.code == "invalid" and failed.field == "id"
+    assert (failed.id, failed.code, failed.field) == ("", "invalid", "id")  # no end of the first one
     assert said(bench.client(BOB, ask("q")), BOB, Failed) == []
     bench.finish()
     assert said(bench.client(ALICE, ask("q")), ALICE, Failed) == []  # free again
@@ -292,6 +294,9 @@ def test_garbled_messages_never_answer_a_live_request() -> None:
     bench.client(ALICE, ask("q"))
     (send,) = bench.core.client_garbled(ALICE, "q", error, bench.now)
     assert send.message == Failed("", "limit", "too large")
+    for other in (ask("q", max_tokens=0), Control("q", "attach"), RenewHandle("q", "")):
+        (failed,) = said(bench.client(ALICE, other), ALICE, Failed)
+        assert (failed.id, failed.code) == ("", "invalid")
 
 
 # ------------------------------------------------------------------ cancel, deadlines, clients that leave
@@ -372,6 +377,14 @@ def test_a_lease_is_renewed_by_any_message() -> None:
         bench.wait(0.9)
         bench.client(ALICE, Ping(n, lease_ms=1000))
     assert len(bench.core.requests.live()) == 1
+
+
+def test_who_is_silent_for_long_and_has_nothing_open_is_forgotten() -> None:
+    bench = Bench(stall_ms=86_400_000)
+    bench.client(ALICE, Ping(1))
+    bench.client(BOB, ask("q"))
+    bench.wait(IDLE_S + 1)
+    assert set(bench.core.clients.known()) == {BOB}
 
 
 def test_a_slow_client_is_told_so_once_per_request() -> None:
@@ -487,6 +500,11 @@ def test_frames_of_an_old_run_are_dropped() -> None:
     key = bench.run().lanes[0].key
     assert bench.replica(R0, Step(99, (key,), (1,), (True,), idle=True), (b"x",)) == []
     assert len(bench.core.requests.live()) == 1
+    bench.finish()
+    assert bench.replica(R0, Step(0, (key,), (1,), (False,)), (b"x",)) == []  # the number of no run
+    assert bench.core.metrics.tokens == 1
+    assert bench.core.replicas[R0].served == 1
+    assert bench.replica(R0, Step(0, idle=True)) == []
 
 
 def test_a_replica_cannot_answer_what_another_decodes() -> None:

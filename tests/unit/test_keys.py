@@ -4,8 +4,10 @@ so within the time to connect. Real sockets, one machine."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ from tinyloop_serve.protocol.client import Client
 from tinyloop_serve.protocol.zap import Gate, user_of
 
 LONG_S = 600.0
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)  # ZMTP 3.1
+PUB = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
 
 
 class Ring:
@@ -204,6 +208,54 @@ def test_wrong_keys_are_an_auth_error_long_before_the_time_is_up(
     assert not server.seen, "nothing that was said arrived"
 
 
+@pytest.mark.parametrize("mask", [0o000, 0o277])
+def test_the_modes_are_the_same_whatever_the_umask_is(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        secret, _ = keys.create("k", tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert stat.S_IMODE(secret.with_suffix(".pub").stat().st_mode) == 0o644
+
+
+def test_no_secret_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "k.key").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        keys.create("k", tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_peer_of_another_kind_is_an_error_long_before_the_time_is_up(ring: Ring, encrypted: bool) -> None:
+    """ZeroMQ never tries such a one again, and may not even say that it broke the protocol."""
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+
+    def answer() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 ".ljust(100) if encrypted else GREETING + PUB)
+                while connection.recv(4096):
+                    pass
+
+    over = threading.Event()
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    options = {"key": ring.path("alice"), "server_key": ring.public["server"]} if encrypted else {}
+    with (
+        Client(f"tcp://{host}:{port}", connect_timeout_s=LONG_S, **options) as client,
+        pytest.raises(errors.ProtocolError, match="does not speak"),
+    ):
+        client.status()
+    over.set()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(fake.CAP_S)
+
+
 def test_a_refused_key_is_noticed_also_when_the_client_was_idle_meanwhile(start: Any, ring: Ring) -> None:
     server = start()
     options = {"key": ring.path("mallory"), "server_key": ring.public["server"]}
@@ -244,7 +296,7 @@ def test_the_gate_answers_from_its_table() -> None:
     raw = {key: zmq.utils.z85.decode(key) for key in (public, other)}
     head = [b"1.0", b"7", b"", b"10.0.0.9", b""]
     assert gate.answer([*head, b"CURVE", raw[public]]) == [b"1.0", b"7", b"200", b"OK", b"acme", b""]
-    for credentials in ([b"CURVE", raw[other]], [b"NULL"], [b"PLAIN", b"u", b"p"], [b"CURVE"]):
+    for credentials in ([b"CURVE", raw[other]], [b"NULL"], [b"PLAIN", raw[public], b"p"], [b"CURVE"]):
         assert gate.answer([*head, *credentials])[2:5] == [b"400", b"this key is not allowed", b""]
     assert refused == [(other.decode(), "10.0.0.9"), ("", "10.0.0.9"), ("", "10.0.0.9"), ("", "10.0.0.9")]
     assert user_of(zmq.Frame(b"x")) == ""
