@@ -163,9 +163,10 @@ class Executor:
             self._health.succeeded()
 
     def _build(self, building: Building) -> None:
-        if building.given_up():
-            return
         handle = building.build.handle
+        if building.given_up():
+            self._post(Outcome(building, Built(handle), []))  # nobody waits for it, but it is over
+            return
         evicted = self._handles.make_room(handle)  # these are gone, whatever comes of it
         try:
             built = Built(handle, bytes=self._handles.build(building.build), evicted=evicted)

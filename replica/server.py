@@ -108,7 +108,7 @@ class Server:
         """Serves until a stop is requested and, for `drain_s` at most, the run in progress has ended.
 
         The supervisor gets signs of life while the engine moves. When it has not for `stall_s` in the middle
-        of a run, `mailbox.given_up` is set and this returns: only a fresh process can help.
+        of its work, `mailbox.given_up` is set and this returns: only a fresh process can help.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -143,7 +143,8 @@ class Server:
                     self._send(session, peer, outcome.message, outcome.payloads)
             self._receive(session)
         for peer, message in session.leave():
-            self._send(session, peer, message)
+            if not self._mailbox.given_up:  # then a loss is what it is, and its requests may be why
+                self._send(session, peer, message)
 
     def close(self) -> None:
         """Frames already said still leave, for `FAREWELL_MS` at most."""

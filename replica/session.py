@@ -3,13 +3,16 @@
 A replica works for the dispatcher whose `Hello` came last. Every Hello starts afresh: what was running
 before it is cancelled and its frames go nowhere, for the dispatcher that said Hello again has given those
 requests up. Messages of anybody else are ignored. A `Run` that comes while another is at work (the credit
-is not kept, or the former run is still being cancelled) waits its turn.
+is not kept, or the former run is still being cancelled) waits its turn. Where the engine does not come back
+from what was given up, the next dispatcher is told that this replica is not well, and gives it nothing to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from tinyloop_serve.protocol.messages import (
     Build,
@@ -29,6 +32,8 @@ from tinyloop_serve.replica.executor import Building, Job, Outcome
 from tinyloop_serve.replica.health import WELL
 
 Reply = tuple[bytes, FromReplica]
+
+STUCK_S = 1.0  # what was given up ends with its next step, which takes milliseconds
 
 
 class LifeSigns(NamedTuple):
@@ -55,10 +60,10 @@ class Session:
         self._peer: bytes | None = None  # routing id of the dispatcher
         self.health = WELL  # or what was wrong when it was last looked
         self._counter = -1  # the engine's steps, when it was last looked
-        self._moved_at = 0.0  # when it was last seen to move, or had no run
-        self._live: list[Job] = []  # running or waiting, the dispatcher's and those it gave up
-        self._wanted: set[Job | Building] = set()  # of the live ones, and of handles being built: those
-        # whose outcome the dispatcher waits for
+        self._moved_at = 0.0  # when it was last seen to move, or had nothing to do
+        self._stalled_s = 0.0  # how long ago that was, when it was last looked
+        self._live: list[Job | Building] = []  # at work or waiting, the dispatcher's and those it gave up
+        self._wanted: set[Job | Building] = set()  # of these, those whose outcome the dispatcher waits for
 
     @property
     def busy(self) -> bool:
@@ -66,12 +71,18 @@ class Session:
         return any(isinstance(work, Job) for work in self._wanted)
 
     def stalled_s(self, now: float) -> float:
-        """For how long the engine has made no step in the middle of a run; 0 without one."""
+        """For how long the engine has made no step in the middle of its work; 0 without any."""
         signs = self._life_signs()
-        self.health = signs.health
         if signs.step_counter != self._counter or not self._live:
             self._counter, self._moved_at = signs.step_counter, now
-        return now - self._moved_at
+        self._stalled_s = now - self._moved_at
+        self.health = self._judged(signs.health)
+        return self._stalled_s
+
+    def _judged(self, health: str) -> str:
+        """What the engine's own thread says, unless that is past saying anything."""
+        stuck = self._stalled_s >= STUCK_S and not self._wanted.issuperset(self._live)
+        return "the engine does not come back from work that was given up" if stuck else health
 
     def handle(self, peer: bytes, message: ToReplica) -> list[Reply]:
         """The answers to `message`, each with the routing id it goes to."""
@@ -89,7 +100,9 @@ class Session:
                     if isinstance(work, Job):
                         work.cancel(message.keys)
             case Build():
-                self._wanted.add(self._jobs.build(message))
+                building = self._jobs.build(message)
+                self._live.append(building)
+                self._wanted.add(building)
             case Drop():
                 self._jobs.drop(message)
             case Ping():
@@ -104,9 +117,7 @@ class Session:
         if work is None:
             return self._peer
         wanted = work in self._wanted
-        if isinstance(work, Building):
-            self._wanted.discard(work)
-        elif isinstance(outcome.message, Step) and outcome.message.idle:
+        if not isinstance(outcome.message, Step) or outcome.message.idle:
             self._live.remove(work)
             self._wanted.discard(work)
         return self._peer if wanted else None
@@ -124,8 +135,9 @@ class Session:
             if isinstance(work, Building):
                 work.give_up()
         self._wanted.clear()
-        for job in self._live:
-            job.cancel()
+        for work in self._live:
+            if isinstance(work, Job):
+                work.cancel()
 
     def leave(self) -> list[Reply]:
         """Says goodbye; what is still running is given up, and the dispatcher will see to its clients."""
@@ -137,9 +149,11 @@ class Session:
         farewell = self.leave() if self._peer != peer else []
         self.abandon()
         self._peer = peer
-        return [*farewell, (peer, self._announce())]
+        ready = self._announce()
+        return [*farewell, (peer, replace(ready, health=self._judged(ready.health)))]
 
     def _pong(self, ping: Ping) -> Pong:
         signs = self._life_signs()
-        running = sum(job.live for job in self._live)
-        return Pong(ping.n, signs.step_counter, running, signs.memory_bytes, signs.health)
+        running = sum(work.live for work in self._live if isinstance(work, Job))
+        health = self._judged(signs.health)
+        return Pong(ping.n, signs.step_counter, running, signs.memory_bytes, health)

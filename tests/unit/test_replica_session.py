@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinyloop_serve.protocol.messages import (
     Build,
+    Built,
     CancelLanes,
     Drop,
     Goodbye,
@@ -171,3 +172,37 @@ def test_how_long_the_engine_has_made_no_step_in_a_run() -> None:
     assert replica.stalled_s(102.0) == 0.0 and replica.stalled_s(104.5) == 2.5
     replica.relay(outcome(jobs.jobs[0], idle=True))
     assert replica.stalled_s(200.0) == 0.0
+
+
+def test_an_engine_that_does_not_come_back_from_what_was_given_up_is_not_well() -> None:
+    """Or the dispatcher, which connects anew, would give it one request after the other to lose."""
+    for stuck in (run(1), Build("h", "prefix", b"\1\0\0\0", 2)):
+        jobs, steps = Submitted(), [5]
+        signs = lambda: LifeSigns(steps[0], 0, "ok")  # noqa: E731, B023
+        replica = Session(jobs, announce=lambda: READY, life_signs=signs)
+        replica.handle(NEW, Hello("d"))
+        replica.handle(NEW, stuck)
+        assert replica.stalled_s(10.0) == 0.0 and replica.stalled_s(13.0) == 3.0
+        assert replica.handle(NEW, Ping(1)) == [(NEW, Pong(1, 5, len(jobs.jobs), 0))], (
+            "wanted: for the other to judge"
+        )
+        ((_, ready),) = replica.handle(NEW, Hello("d"))
+        assert isinstance(ready, Ready) and "does not come back" in ready.health
+        replica.stalled_s(14.0)
+        ((_, pong),) = replica.handle(NEW, Ping(2))
+        assert isinstance(pong, Pong) and pong.health == ready.health == replica.health
+        work = [*jobs.jobs, *jobs.builds][0]
+        ended = outcome(work, idle=True) if isinstance(work, Job) else Outcome(work, Built("h"), [])
+        assert replica.relay(ended) is None
+        assert replica.stalled_s(15.0) == 0.0 and replica.health == "ok"
+        ((_, pong),) = replica.handle(NEW, Ping(3))
+        assert isinstance(pong, Pong) and pong.health == "ok"
+
+
+def test_a_run_that_is_given_up_and_ends_soon_is_no_ailment() -> None:
+    replica, _ = session()
+    replica.handle(OLD, Hello("d"))
+    replica.handle(OLD, run(1))
+    replica.stalled_s(10.0)
+    replica.stalled_s(10.5)
+    assert replica.handle(NEW, Hello("e"))[-1] == (NEW, READY)
