@@ -23,6 +23,11 @@ STEADY_S = 10.0  # ready for this long: the next death counts as the first
 ATTEMPTS = 5  # starts in a row that never became ready: the breaker opens
 BREAKER_S = 60.0  # that it stays open, before one more attempt
 WATCHDOG_S = 10.0  # a child that was ready and gives no sign of life for so long is killed
+START_S = 600.0  # and one that takes so long to become ready; TimeoutStartSec of the replicas' unit
+EXIT_OSERR = 71  # what stands for the status of one that could not even be started
+READ_BYTES = 1 << 20  # of one child's output at a time: the others must be looked after, too
+LONGEST_LINE = 1 << 16
+NEVER = float("inf")
 
 
 @dataclass
@@ -48,7 +53,8 @@ class Restarts:
         if self.broken:
             return BREAKER_S
         self.failures += 1
-        return min(FIRST_DELAY_S * 2.0 ** (self.failures - 1), LONGEST_DELAY_S)
+        doublings = min(self.failures - 1, 16)  # deaths in a row have no bound, numbers do
+        return min(FIRST_DELAY_S * 2.0**doublings, LONGEST_DELAY_S)
 
 
 class Child:
@@ -59,7 +65,7 @@ class Child:
         self.name = name
         self.arguments = list(arguments)
         self.signs = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self.signed_at: float | None = None  # its last sign of life; None: it is not ready yet
+        self._signed_at: float | None = None  # its last sign of life, or its start; None: it owes none
         self._signs_path = signs_path
         self.restarts = Restarts()
         self.ready_line = ""  # what followed READY; "" until then
@@ -89,47 +95,48 @@ class Child:
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
-    def start(self) -> int:
+    def start(self, now: float) -> int:
         """Starts it; returns the descriptor of its output. Only from the main thread: it dies with that
-        thread.
+        thread. Raises OSError; then `start_at` says when to try again.
 
         It gets a session of its own, so that Ctrl-C reaches the fleet alone and children stop in the
         right order.
         """
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", *self.arguments],
-            env={
-                **os.environ,
-                "NOTIFY_SOCKET": self._signs_path,
-                "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6)),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        signs = {"NOTIFY_SOCKET": self._signs_path, "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self.arguments],
+                env={**os.environ, **signs},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError:
+            self._ended(EXIT_OSERR, now)
+            raise
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self.ready_line, self.start_at, self._unfinished = "", None, b""
-        self.signed_at = None
+        self.start_at, self._unfinished, self._signed_at = None, b"", now
         return self._process.stdout.fileno()
 
     def read(self, now: float) -> tuple[list[str], bool]:
         """What it has printed since, for the operator, and whether that was all; notices READY."""
         assert self._process is not None and self._process.stdout is not None
-        data, ended = b"", False
-        try:
-            while more := os.read(self._process.stdout.fileno(), 65536):
-                data += more
-            ended = True
-        except BlockingIOError:
-            pass
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        data, ended = self._unfinished, False
+        with contextlib.suppress(BlockingIOError):
+            while not ended and len(data) < READ_BYTES:
+                more = os.read(self._process.stdout.fileno(), 65536)
+                data, ended = data + more, not more
+        *lines, self._unfinished = data.split(b"\n")
+        if self._unfinished and (ended or len(self._unfinished) > LONGEST_LINE):
+            lines.append(self._unfinished)
+            self._unfinished = b""
         shown = []
         for line in (line.decode(errors="replace") for line in lines):
             if line.startswith("READY") and not self.ready_line:
                 self.ready_line, self.ready_at = line, now
-                self.signed_at = now  # from here on it owes signs of life
+                self._signed_at = now  # from here on it owes signs of life
             else:
                 shown.append(line)
         return shown, ended
@@ -138,12 +145,27 @@ class Child:
         """Takes what came to `signs`."""
         with contextlib.suppress(BlockingIOError):
             while message := self.signs.recv(4096):
-                if b"WATCHDOG=1" in message.split(b"\n"):
-                    self.signed_at = now
+                if b"WATCHDOG=1" in message.split(b"\n") and self._signed_at is not None:
+                    self._signed_at = now
 
-    def silent_s(self, now: float) -> float:
-        """For how long it owes a sign of life."""
-        return now - self.signed_at if self.running and self.signed_at is not None else 0.0
+    @property
+    def silent_until(self) -> float:
+        """When it has given no sign of life, or has not become ready, for too long."""
+        if not self.running or self._signed_at is None:
+            return NEVER
+        return self._signed_at + (WATCHDOG_S if self.ready_line else START_S)
+
+    def excuse(self, now: float) -> None:
+        """We were not running, and may have been deaf: its time begins anew."""
+        if self._signed_at is not None:
+            self._signed_at = now
+
+    def condemn(self, now: float) -> float:
+        """Kills it for its silence, and expects nothing more of it; returns how long that lasted."""
+        assert self._signed_at is not None
+        silent_s, self._signed_at = now - self._signed_at, None
+        self.signal(signal.SIGKILL)
+        return silent_s
 
     def ready_field(self, name: str) -> str:
         """A `name=value` of the READY line."""
@@ -171,15 +193,21 @@ class Child:
             return False
         assert self._process.stdout is not None
         self._process.stdout.close()
-        self._process, self.status = None, status
+        self._process = None
+        self._ended(status, now)
+        return True
+
+    def _ended(self, status: int, now: float) -> None:
+        self.status = status
         delay = self.restarts.died(status, now - self.ready_at if self.ready_line else None)
         self.start_at = None if delay is None else now + delay
         self.ready_line = ""
-        return True
 
     def how_it_ended(self) -> str:
         if self.status is None:
             return "has not ended"
         if self.status < 0:
-            return f"was killed by {signal.Signals(-self.status).name}"
+            named = -self.status in {each.value for each in signal.Signals}  # real-time ones have no name
+            by = signal.Signals(-self.status).name if named else f"signal {-self.status}"
+            return f"was killed by {by}"
         return f"ended with status {self.status}"

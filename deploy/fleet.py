@@ -25,16 +25,17 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from tinyloop_serve.deploy import endpoints, processors
-from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, WATCHDOG_S, Child
+from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, NEVER, Child
 from tinyloop_serve.deploy.local import Papers
 from tinyloop_serve.deploy.placement import placed
 from tinyloop_serve.deploy.reload import Reload
+from tinyloop_serve.protocol.lines import Lines
 
 DISPATCHER_STOP_S = 8.0  # its own drain deadline and something
 REPLICA_STOP_S = 6.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LATE_S = 1.0  # later than any load makes us
 RELOAD_LOOK_S = 0.1  # how often a reload in progress is looked at
-FOREVER = float("inf")
 MOST_REPLICAS = 1024
 
 
@@ -157,26 +158,31 @@ class Fleet:
         self._children = [self._dispatcher, *self._replicas]
         self._selector = selectors.DefaultSelector()
         self._papers = Papers(plan.endpoint, plan.model)
-        self._journal: TextIO | None = None
+        self._shown = Lines(_descriptor(sys.stdout), lambda why: None)
+        self._said = Lines(_descriptor(sys.stderr), lambda why: None)
+        self._journal: Lines | None = None
         self._announced = False
+        self._endpoint = plan.endpoint  # from the announcement on with its port filled in
         self._stops: list[signal.Signals] = []  # signals received
         self._reload: Reload | None = None  # the one in progress
         self._reload_wanted = False
         self._exit_status: int | None = None  # set: the fleet is stopping
-        self._kill_at = FOREVER
+        self._kill_at = NEVER
         self._told: set[Child] = set()  # those that were asked to stop
 
     def run(self) -> int:
         """Brings the fleet up and watches over it; returns the exit status."""
         started = time.monotonic()
         with contextlib.ExitStack() as resources:
+            resources.callback(self._said.close)
+            resources.callback(self._shown.close)
             if lack := lacking_memory(self._plan):
-                _say(lack)
+                self._say(lack)
                 return EXIT_CONFIG
             try:
                 self._claim(resources)
             except (endpoints.UnsafeDirectory, OSError) as error:
-                _say(str(error))
+                self._say(str(error))
                 return 1
             for child in self._children:
                 child.listen()
@@ -189,11 +195,7 @@ class Fleet:
                 resources.callback(child.close)
                 self._selector.register(child.signs, selectors.EVENT_READ, child)
             while True:
-                now = time.monotonic()
-                self._start_due(now)
-                self._listen(self._next_start(now))
-                now = time.monotonic()
-                self._look_after(now)
+                now = self._turn()
                 self._announce(now - started)
                 self._go_on_reloading(now)
                 if self._stops:
@@ -206,7 +208,9 @@ class Fleet:
         endpoints.make_private(endpoints.runtime_directory())
         endpoints.make_private(os.path.dirname(self._lock_path))
         if self._plan.log:
-            self._journal = resources.enter_context(open(self._plan.log, "a", buffering=1))
+            file = resources.enter_context(open(self._plan.log, "ab", buffering=0))
+            self._journal = Lines(file.fileno(), self._log_fails)
+            resources.callback(self._journal.close)
         lock = resources.enter_context(open(self._lock_path, "w"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -237,17 +241,34 @@ class Fleet:
     def _want_reload(self, *_: object) -> None:
         self._reload_wanted = True
 
+    def _log_fails(self, why: str) -> None:
+        self._say(f"--log {self._plan.log}: {why}; its lines are lost until that is over")
+
     # ------------------------------------------------------------------ serving
+
+    def _turn(self) -> float:
+        """Waits until something happens or is due, and sees to the children; returns the time."""
+        now = time.monotonic()
+        self._start_due(now)
+        awake_by = now + (patience_s := self._next_start(now))
+        self._listen(patience_s)
+        now = time.monotonic()
+        self._look_after(now, late_s=max(0.0, now - awake_by))
+        return now
 
     def _start_due(self, now: float) -> None:
         for child in self._children:
             if self._exit_status is None and child.start_at is not None and child.start_at <= now:
-                self._selector.register(child.start(), selectors.EVENT_READ, child)
+                try:
+                    self._selector.register(child.start(now), selectors.EVENT_READ, child)
+                except OSError as error:  # the machine has no process to give, say
+                    self._say(f"{child.name} cannot be started: {error}")
+                    self._mourn(child, now)
 
     def _next_start(self, now: float) -> float:
         """When to look again, seconds from now, if nothing happens before."""
         due = [child.start_at for child in self._children if child.start_at is not None]
-        due += [child.signed_at + WATCHDOG_S for child in self._children if child.signed_at is not None]
+        due += [child.silent_until for child in self._children]
         due += [now + RELOAD_LOOK_S] if self._reload else []
         if self._exit_status is not None:
             due = [self._kill_at]
@@ -269,22 +290,24 @@ class Fleet:
         lines, ended = child.read(time.monotonic())
         for line in lines:
             if not line.startswith("{"):
-                _print(f"{child.name}: {line}", sys.stderr)
+                self._said.write(f"{child.name}: {line}")
             elif self._journal:
-                self._journal.write(line + "\n")
+                self._journal.write(line)
         if child.ready_line and not was_ready:
             took = child.ready_field("startup_ms")
             again = "is back" if self._announced else "is ready"
-            _say(f"{child.name} {again}" + (f" after {took} ms" if took else ""))
+            self._say(f"{child.name} {again}" + (f" after {took} ms" if took else ""))
         return ended
 
-    def _look_after(self, now: float) -> None:
-        """Notices the dead, and whether the fleet can go on without them."""
+    def _look_after(self, now: float, *, late_s: float) -> None:
+        """Notices the dead, and whether the fleet can go on without them. When we woke `late_s` too late, we
+        were stopped, and perhaps so was the whole machine: that convicts nobody."""
         for child in self._children:
-            if (silent_s := child.silent_s(now)) > WATCHDOG_S:
-                _say(f"{child.name} gave no sign of life for {silent_s:.1f} s: killed")
-                child.signal(signal.SIGKILL)
-                child.signed_at = None
+            if late_s > LATE_S:
+                child.excuse(now)
+            if now >= child.silent_until:
+                silent_s = child.condemn(now)
+                self._say(f"{child.name} gave no sign of life for {silent_s:.1f} s: killed")
             if child.has_ended:  # asked once: it may end at any moment
                 self._hear_the_last(child)
                 child.reap(now)
@@ -307,17 +330,18 @@ class Fleet:
             self._stop(1, f"{child.name} {child.how_it_ended()} and never became ready")
         elif refused or child.restarts.broken:
             child.start_at = now + BREAKER_S
-            _say(f"{child.name} {child.how_it_ended()}; the fleet goes on without it for {BREAKER_S:g} s")
+            without = f"the fleet goes on without it for {BREAKER_S:g} s"
+            self._say(f"{child.name} {child.how_it_ended()}; {without}")
         elif child.start_at is not None:
-            _say(f"{child.name} {child.how_it_ended()}; it starts again in {child.start_at - now:.2g} s")
+            self._say(f"{child.name} {child.how_it_ended()}; it starts again in {child.start_at - now:.2g} s")
 
     def _go_on_reloading(self, now: float) -> None:
         """A changed model file: one replica after the other ends its requests and starts with the new one."""
         if self._reload_wanted and self._reload is None and self._announced:
             self._reload_wanted = False
-            endpoint = self._dispatcher.ready_field("endpoint") or self._plan.endpoint
-            self._reload = Reload(endpoint, self._plan.model, [child.name for child in self._replicas])
-            self._papers.reload_begins()
+            self._reload = Reload(self._endpoint, self._plan.model, [child.name for child in self._replicas])
+            with self._on_paper():
+                self._papers.reload_begins()
         if self._reload is None:
             return
         while (name := self._reload.next_to_restart()) is not None:
@@ -326,9 +350,18 @@ class Fleet:
             child.restarts.never_ready = 0
             child.signal(signal.SIGTERM)
         if (verdict := self._reload.verdict()) is not None:
-            _say(verdict.text)
+            self._say(verdict.text)
             self._reload = None
-            self._papers.reload_ended(verdict.good, verdict.text)
+            with self._on_paper():
+                self._papers.reload_ended(verdict.good, verdict.text)
+
+    @contextlib.contextmanager
+    def _on_paper(self) -> Iterator[None]:
+        """The fleet goes on where the record of a reload cannot be written: the disk is full, say."""
+        try:
+            yield
+        except OSError as error:
+            self._say(f"what becomes of the reload cannot be written down: {error}")
 
     def _announce(self, took_s: float) -> None:
         """Says once, on standard output, that the fleet serves, and how to use it."""
@@ -336,17 +369,18 @@ class Fleet:
             return
         self._announced = True
         plan = self._plan
-        endpoint = self._dispatcher.ready_field("endpoint") or plan.endpoint  # with the port filled in
+        endpoint = self._endpoint = self._dispatcher.ready_field("endpoint") or plan.endpoint
         threads = plan.threads_each()
         pages = f" http={http}" if (http := self._dispatcher.ready_field("http")) else ""
+        # Free ports were taken: a dispatcher that is started again must be found where the first one was.
+        self._dispatcher.arguments += ["--front", endpoint, *(["--http", http] if http else [])]
         flag = "" if endpoint == endpoints.default_endpoint() else f" --endpoint {endpoint}"
-        _print(
+        self._shown.write(
             f"READY endpoint={endpoint} replicas={plan.replicas} threads={threads}"
             f" startup_ms={took_s * 1000:.0f}{pages}"
             f'\n  try:  tinyloop generate{flag} "The definition of"'
             f"\n        tinyloop status{flag}"
-            "\n  Ctrl-C stops the fleet",
-            sys.stdout,
+            "\n  Ctrl-C stops the fleet"
         )
 
     # ------------------------------------------------------------------ stopping
@@ -354,7 +388,7 @@ class Fleet:
     def _stop(self, exit_status: int, why: str) -> None:
         if self._exit_status is None:
             self._exit_status = exit_status
-            _say(why)
+            self._say(why)
 
     def _stopped(self, now: float) -> bool:
         """Goes on stopping: the dispatcher first, then the replicas; a second signal, or time, kills."""
@@ -380,11 +414,10 @@ class Fleet:
         for child in self._children:
             child.signal(signal.SIGKILL)
 
+    def _say(self, text: str) -> None:
+        self._said.write(f"tinyloop: {text}")
 
-def _say(text: str) -> None:
-    _print(f"tinyloop: {text}", sys.stderr)
 
-
-def _print(text: str, to: TextIO) -> None:
-    with contextlib.suppress(OSError):  # nobody may be left to read it, and the fleet goes on
-        print(text, file=to, flush=True)
+def _descriptor(stream: TextIO | None) -> int:
+    """-1: it was closed before we began."""
+    return stream.fileno() if stream else -1

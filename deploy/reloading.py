@@ -45,7 +45,7 @@ def of_units(config: str, endpoint: str, *, as_json: bool) -> int:
     fleet = systemd.fleet_of(config)
     endpoint = endpoint or fleet.front
     with connect(endpoint) as client:
-        names = [replica.name for replica in client.status().replicas]
+        names = [replica.name or replica.endpoint for replica in client.status().replicas]
     if strangers := [name for name in names if not name.startswith(UNIT_NAME)]:
         raise CommandFault(f"{', '.join(strangers)}: not of a unit tinyloop-replica@; expected {UNIT_NAME}N")
     reload = Reload(endpoint, fleet.model, names)

@@ -19,7 +19,17 @@ import pytest
 
 from tinyloop_serve.deploy import ask, cli, endpoints, outcome, report
 from tinyloop_serve.deploy.chat_template import render
-from tinyloop_serve.deploy.children import ATTEMPTS, BREAKER_S, EXIT_CONFIG, LONGEST_DELAY_S, Child, Restarts
+from tinyloop_serve.deploy.children import (
+    ATTEMPTS,
+    BREAKER_S,
+    EXIT_CONFIG,
+    LONGEST_DELAY_S,
+    NEVER,
+    START_S,
+    WATCHDOG_S,
+    Child,
+    Restarts,
+)
 from tinyloop_serve.deploy.connect import connect
 from tinyloop_serve.deploy.fleet import Plan
 from tinyloop_serve.deploy.outcome import CommandFault
@@ -256,6 +266,7 @@ def test_restarts_back_off_and_forgive() -> None:
     delays = [restarts.died(-9, ready_for_s=1.0) for _ in range(9)]
     assert delays == [0.25, 0.5, 1, 2, 4, 8, LONGEST_DELAY_S, LONGEST_DELAY_S, LONGEST_DELAY_S]
     assert restarts.died(1, ready_for_s=60.0) == 0.25
+    assert {restarts.died(-9, ready_for_s=1.0) for _ in range(2000)} >= {LONGEST_DELAY_S}
 
 
 def test_a_child_that_never_becomes_ready_opens_the_breaker() -> None:
@@ -279,16 +290,19 @@ def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> No
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
-        child.start()
+        child.start(1.0)
     finally:
         os.chdir(before)
+    assert child.silent_until == 1.0 + START_S, "nor may it start for ever"
     lines: list[str] = []
     while "last" not in lines:
         lines += child.read(now=5.0)[0]
     assert lines == ["first", "last"]
-    assert child.silent_s(5.5) == 0.5, "from READY on it owes signs of life"
+    assert child.silent_until == 5.0 + WATCHDOG_S, "from READY on it owes signs of life"
     child.read_signs(6.5)
-    assert child.silent_s(8.0) == 1.5
+    assert child.silent_until == 6.5 + WATCHDOG_S
+    child.excuse(8.0)
+    assert child.silent_until == 8.0 + WATCHDOG_S
     assert child.ready_field("startup_ms") == "12" and child.ready_field("nothing") == ""
     assert os.getsid(child.pid) == child.pid  # Ctrl-C in our terminal does not reach it
     assert not child.reap(6.0)
@@ -296,7 +310,7 @@ def test_a_child_is_read_until_ready_and_says_how_it_ended(tmp_path: Path) -> No
     while not child.reap(7.0):
         pass
     assert child.how_it_ended() == "was killed by SIGKILL"
-    assert child.start_at == 7.25 and not child.running and child.silent_s(99.0) == 0.0
+    assert child.start_at == 7.25 and not child.running and child.silent_until == NEVER
     child.close()
     assert not (tmp_path / "signs").exists()
 

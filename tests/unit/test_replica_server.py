@@ -283,6 +283,17 @@ def test_a_run_that_does_not_end_is_given_up(replica: Replica, connect: Connect)
     assert replica.work.jobs[0].answers[0].cancelled
 
 
+def test_one_that_gives_its_engine_up_does_not_take_its_leave(replica: Replica, connect: Connect) -> None:
+    """A goodbye would clear the requests that it had of what happened to it."""
+    peer = connect(replica.endpoint)
+    peer.ask(Hello("d"))
+    peer.say(RUN)
+    peer.ask(Ping(1))
+    replica.mailbox.give_up("the engine made no step")
+    replica.thread.join(10)
+    assert not peer.socket.poll(300)
+
+
 def test_a_second_server_does_not_steal_the_endpoint(replica: Replica) -> None:
     with pytest.raises(EndpointTaken):
         Server(replica.endpoint, Mailbox())

@@ -212,3 +212,13 @@ def test_another_health_is_told_at_once_and_once() -> None:
     signs = signs._replace(health="ok")
     replica.handle(NEW, Ping(1))
     assert news() == [], "the answer to the ping has told it"
+
+
+def test_a_run_that_is_given_up_and_ends_soon_is_no_ailment() -> None:
+    signs = LifeSigns(5, 0, "ok", working=True)
+    replica = Session(Submitted(), announce=lambda: READY, life_signs=lambda: signs)
+    replica.handle(OLD, Hello("d"))
+    replica.handle(OLD, run(1))
+    replica.stalled_s(10.0)
+    replica.stalled_s(10.5)
+    assert replica.handle(NEW, Hello("e"))[-1] == (NEW, READY)
