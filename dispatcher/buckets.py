@@ -81,6 +81,7 @@ R = TypeVar("R", bound=Waiting)
 @dataclass
 class Bucket(Generic[R]):
     shape: Shape
+    lanes: int  # of one call, at most
     turns: Turns
     queues: dict[str, list[R]] = field(default_factory=dict)  # per tenant, in order; never an empty one
 
@@ -129,34 +130,48 @@ class Buckets(Generic[R]):
 
     def take(self, now: float, hand: Hand[R]) -> Call[R] | None:
         """The next engine call for the replica at hand, out of its bucket; None: it has nothing to do."""
-        mine: dict[str, list[Bucket[R]]] = {}
-        for bucket in self.ripe(now):
-            for tenant in bucket.queues:
-                mine.setdefault(tenant, []).append(bucket)
-        for tenant in sorted(mine, key=lambda tenant: (self._shares.time(tenant), tenant)):
-            if hand.admits(tenant) and (turn := self._turn(mine[tenant], tenant, hand, now)):
+        ripe = self.ripe(now)
+        waiting = set[str]().union(*(bucket.queues for bucket in ripe))
+        tenants = [(self._shares.time(tenant), tenant) for tenant in waiting if hand.admits(tenant)]
+        for _, tenant in sorted(tenants):
+            mine = [bucket for bucket in ripe if tenant in bucket.queues]
+            if turn := self._turn(mine, tenant, hand, now):
                 return self._call(turn, self._lanes(turn, tenant, hand), now)
         return None
 
     def _turn(self, ripe: list[Bucket[R]], tenant: str, hand: Hand[R], now: float) -> Bucket[R] | None:
         """Whose turn it is, of those in which a request of the tenant fits."""
-        firsts = ((next(filter(hand.fits, bucket.queues[tenant]), None), bucket) for bucket in ripe)
-        able = [(self._place(first), first, bucket) for first, bucket in firsts if first is not None]
-        if not able:
+        oldest, turn = next(self._by_age(ripe, tenant, hand), (None, None))
+        if oldest is None or turn is None:
             return None
-        _, oldest, turn = min(able)
         may_jump = tenant not in self._jumped and not self._is_rare(turn, now)
         self._jumped.discard(tenant)
         if may_jump:
             least = oldest.begun, oldest.priority  # what these order stays as it is
-            apt = (each for each in able if (each[1].begun, each[1].priority) >= least)
-            if rare := min((each for each in apt if self._is_rare(each[2], now)), default=None):
-                self._jumped.add(tenant)
-                return rare[2]
+            rare = [bucket for bucket in ripe if self._is_rare(bucket, now)]
+            for request, bucket in self._by_age(rare, tenant, hand):
+                if (request.begun, request.priority) >= least:
+                    self._jumped.add(tenant)
+                    return bucket
         return turn
 
+    def _by_age(self, buckets: list[Bucket[R]], tenant: str, hand: Hand[R]) -> Iterator[tuple[R, Bucket[R]]]:
+        """The first of the tenant's requests that fits, of each that has one; the oldest first."""
+        heap = []
+        for bucket in buckets:
+            queue = iter(bucket.queues[tenant])
+            request = next(queue)
+            heap.append((self._place(request), request, bucket, queue))
+        heapq.heapify(heap)
+        while heap:
+            _, request, bucket, queue = heapq.heappop(heap)
+            if hand.fits(request):
+                yield request, bucket
+            elif (behind := next(queue, None)) is not None:
+                heapq.heappush(heap, (self._place(behind), behind, bucket, queue))
+
     def _is_rare(self, bucket: Bucket[R], now: float) -> bool:
-        return len(bucket) <= self._most(bucket.shape) and self._rare.holds(bucket.shape, now)
+        return len(bucket) <= bucket.lanes and self._rare.holds(bucket.shape, now)
 
     def ripe(self, now: float) -> list[Bucket[R]]:
         """Those whose next call may start."""
@@ -164,13 +179,9 @@ class Buckets(Generic[R]):
 
     def _ripe_at(self, bucket: Bucket[R]) -> float:
         """When its next call may start, seconds."""
-        if not bucket.shape.batchable or len(bucket) >= self._min_batch_size:
+        if bucket.lanes == 1 or len(bucket) >= self._min_batch_size:
             return 0.0
         return bucket.oldest + self._max_wait_s
-
-    def _most(self, shape: Shape) -> int:
-        """Lanes of one call."""
-        return self._sizes[-1] if shape.batchable else 1
 
     def _lanes(self, bucket: Bucket[R], tenant: str, hand: Hand[R]) -> list[R]:
         """Those that go together, one of `tenant` first, which has one that fits."""
@@ -180,7 +191,7 @@ class Buckets(Generic[R]):
         heapq.heappush(times, (-1.0, tenant))  # its turn
         lanes: list[R] = []
         given: dict[str, float] = defaultdict(float)  # work
-        while times and len(lanes) < self._most(bucket.shape):
+        while times and len(lanes) < bucket.lanes:
             _, name = heapq.heappop(times)
             if (lane := next(fitting[name], None)) is not None:
                 lanes.append(lane)
@@ -234,8 +245,9 @@ class Buckets(Generic[R]):
         assert request.shape is not None
         bucket = self._buckets.get(request.shape)
         if bucket is None:
-            turns = Turns(request.arrived, self._every_s, self._most(request.shape))
-            bucket = self._buckets[request.shape] = Bucket(request.shape, turns)
+            lanes = self._sizes[-1] if request.shape.batchable else 1
+            turns = Turns(request.arrived, self._every_s, lanes)
+            bucket = self._buckets[request.shape] = Bucket(request.shape, lanes, turns)
         insort(bucket.queues.setdefault(request.tenant, []), request, key=self._place)
         self._shares.waits(request.tenant)
 

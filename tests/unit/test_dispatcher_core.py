@@ -725,6 +725,17 @@ def test_the_status_counts() -> None:
 # ------------------------------------------------------------------ deadlines that cannot be kept
 
 
+def test_deadlines_of_what_has_ended_are_forgotten() -> None:
+    """A client may give days; they are no reason to remember its requests for days."""
+    bench = Bench()
+    bench.client(BOB, ask("keeps", deadline_ms=1000))
+    for number in range(1000):
+        bench.client(ALICE, ask(f"q{number}", deadline_ms=86_400_000))
+        bench.client(ALICE, Cancel(f"q{number}"))
+    assert len(bench.core.requests._deadlines) < 100
+    assert [failed.code for failed in said(bench.wait(1.1), BOB, Failed)] == ["deadline"]
+
+
 def measured(bench: Bench, seconds: float) -> None:
     """The fleet has learned how long a request runs alone."""
     for number in range(8):
