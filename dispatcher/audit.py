@@ -34,6 +34,7 @@ def check(core: Core, now: float) -> None:
         assert replica.alive or not held, f"{replica.endpoint} is lost, and so is what it held"
         books = (replica.ledger.handles, replica.ledger.handle_bytes)
         assert books == (len(held), sum(held.values())), f"handles of {replica.endpoint}"
-    idle = core.replicas.idle()
-    vain = [r for bucket in core.buckets.ripe(now) for r in bucket for each in idle if core.room(each, [r])]
+    core.buckets.check([replica.shape for replica in core.replicas if replica.shape is not None])
+    vacancies = [core.vacancy(replica, now) for replica in core.replicas.idle()]
+    vain = [r for bucket in core.buckets.ripe(now) for r in bucket for each in vacancies if each.room([r])]
     assert not vain, "nothing ripe waits in vain"

@@ -4,14 +4,13 @@
 sockets and the clock. A request's way down: `_admit`, `_prepare`, `_place`, `_assign` (a `Run` to a
 replica: `replica/server.py`). Its tokens' way up: `_relay`, just under it. Side topics hide behind one
 verb each: `guards` (may it run), `admission` (may it wait), `turns` and `pace` (how long it will wait, and
-run), `requests` (who is live), `buckets` (who goes next), `replicas` (who serves), `handles` (what they
-hold), `clients` (who is still there); `exits` (ways out), `orders` and `holdings` (handles are made and
-used), `failover` (replicas are lost), `operator`.
+run), `requests` (who is live), `buckets` (who goes next), `vacancy` (may it run there), `replicas` (who
+serves), `handles` (what they hold), `clients` (who is still there); `exits` (ways out), `orders` and
+`holdings` (handles are made and used), `failover` (replicas are lost), `operator`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -25,6 +24,7 @@ from tinyloop_serve.dispatcher.ledger import lane_bytes, refuse_what_never_fits
 from tinyloop_serve.dispatcher.operator import Operator
 from tinyloop_serve.dispatcher.replicas import NEVER, Replica
 from tinyloop_serve.dispatcher.requests import Request, State, work
+from tinyloop_serve.dispatcher.vacancy import Vacancy
 from tinyloop_serve.protocol import errors, messages
 from tinyloop_serve.protocol.limits import validate
 
@@ -231,8 +231,6 @@ class Core(Operator):
 
     def _assign(self, now: float) -> None:
         """While a replica has its credit and a bucket is ripe that it has room for: one Run."""
-        if self.replicas.idle():
-            self._give_up_late(now)
         while any([self._give(replica, now) for replica in self.replicas.idle()]):
             pass
         self._build_waiting()
@@ -240,7 +238,10 @@ class Core(Operator):
         self._stirred = False
 
     def _give(self, replica: Replica, now: float) -> bool:
-        call = self.buckets.take(now, lambda lanes: self.room(replica, lanes))
+        vacancy = self.vacancy(replica, now)
+        call = self.buckets.take(now, vacancy)
+        for request, needed_s in vacancy.late.values():
+            self._fail_late(request, needed_s, now)
         if call is None:
             return False
         sampling, budget = call.shape.sampling, replica.ledger.budget
@@ -259,19 +260,8 @@ class Core(Operator):
             self._order_again(request, now)
         return True
 
-    def room(self, replica: Replica, lanes: list[Request]) -> int:
-        """How many of these, from the first on, may run there together."""
-        needed, running = 0, Counter[str]()
-        for count, request in enumerate(lanes):
-            assert request.shape is not None
-            needed += lane_bytes(replica.ledger.budget, request.shape.sampling, request.positions)
-            fits = replica.ledger.can_hold(needed) and request.model == replica.fingerprint
-            wanted = not request.sticky or request.sticky == replica.endpoint
-            rights = self._config.tenants.of(request.tenant)
-            if not (fits and wanted and self.admission.may_run(rights, running[request.tenant])):
-                return count
-            running[request.tenant] += 1
-        return len(lanes)
+    def vacancy(self, replica: Replica, now: float) -> Vacancy:
+        return Vacancy(replica, self._config.tenants, self.admission, self.buckets, self.pace, now)
 
     # ------------------------------------------------------------------ its tokens' way up
 
@@ -310,7 +300,7 @@ class Core(Operator):
     def _run_over(self, replica: Replica, now: float) -> None:
         """Its credit is back."""
         shape, unanswered = self.replicas.restore(replica, now)
-        self.buckets.ended(shape, now)
+        self.buckets.ended(shape, now - replica.began, now)
         for request in self.requests.among(unanswered):
             self._fail(request, errors.EngineFailed("the replica ended the run without an answer"), now)
         self._stirred = True

@@ -93,20 +93,12 @@ class Exits:
         self._stop_lanes([request])
         self._end(request, codec.failed_from(error, request.id), error.code, now)
 
-    def _give_up_late(self, now: float) -> None:
-        """What waits and can no longer end in time must not take a lane from what still can."""
-        for bucket in list(self.buckets):
-            company = self.buckets.company(bucket.shape, coming=0)
-            pace = self.pace.likely_s(bucket.shape.sampling.loops, company, 1.0, now)
-            for request in list(bucket):
-                if self.admission.waiting == 1:
-                    return  # the lane would stay empty
-                allowed_ms, needed_ms = request.asked.deadline_ms, 1000 * pace * request.cost
-                waited_ms = 1000 * (now - request.arrived)
-                if allowed_ms and not request.begun and waited_ms + needed_ms > allowed_ms:
-                    why = f"it has waited {waited_ms:.0f} ms and would run for about {needed_ms:.0f} ms"
-                    late = f"{why}: too long for its deadline of {allowed_ms} ms"
-                    self._fail(request, errors.DeadlineExceeded(late, field="deadline_ms"), now)
+    def _fail_late(self, request: Request, needed_s: float, now: float) -> None:
+        """It waits and can no longer end in time."""
+        allowed_ms, waited_ms = request.asked.deadline_ms, 1000 * (now - request.arrived)
+        why = f"it has waited {waited_ms:.0f} ms and would run for about {1000 * needed_s:.0f} ms"
+        late = f"{why}: too long for its deadline of {allowed_ms} ms"
+        self._fail(request, errors.DeadlineExceeded(late, field="deadline_ms"), now)
 
     def _cancel(self, request: Request | None, now: float) -> None:
         """The client's wish. A running request ends by the replica's own Done, which holds its last text."""

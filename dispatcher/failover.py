@@ -93,6 +93,8 @@ class Failover(Holdings):
         """It works for us no more. `blame`: its requests may be why."""
         replica = self.replicas[endpoint]
         self.metrics.losses[endpoint] += replica.alive
+        if replica.shape is not None:
+            self.buckets.ended(replica.shape, 0.0, now)
         requests = self.requests.among(self.replicas.lose(endpoint, why, now))
         if reset:
             self._out.append(Send(endpoint, Reset()))

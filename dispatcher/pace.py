@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tinyloop_serve.protocol.errors import DeadlineExceeded
 
 GAIN = 1 / 8  # of one measurement
-DEVIATIONS = 0.5  # above the mean: more, and a fleet that is not full would refuse what it could do
+DEVIATIONS = 1.0  # above the mean
 SURE, SURE_DEVIATIONS = 8, 3.0  # measurements, and margin, from which on "never in time" may be said
 FRESH_S, FRESH_RUNS = 1.0, 10.0  # how long a measurement holds: this, or so many times what was measured
 

@@ -42,6 +42,7 @@ class Replica:
     ledger: Ledger = field(default_factory=lambda: Ledger(None))
     run: int = 0  # number of the Run that is out; 0 = none
     shape: Shape | None = None  # of that Run
+    began: float = 0.0  # when a Run last went out
     caches: tuple[int, ...] = ()  # keys of that Run, whose memory is taken until it ends
     lanes: set[int] = field(default_factory=set)  # those of them whose final payload is still to come
     building: str = ""  # the handle that it is to build, one at a time
@@ -207,7 +208,7 @@ class Replicas:
             replica.ledger.reserve(key, size)
         replica.state, replica.run, replica.shape = "busy", run, shape
         replica.caches, replica.lanes = tuple(caches), set(caches)
-        replica.moved_at, replica.stepped_at = now, 0.0
+        replica.began, replica.moved_at, replica.stepped_at = now, now, 0.0
         return run
 
     def restore(self, replica: Replica, now: float) -> tuple[Shape, set[int]]:

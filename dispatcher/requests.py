@@ -156,6 +156,9 @@ class Requests:
         self._by_key[request.key] = request
         self._by_client.setdefault(client, {})[asked.id] = request
         if asked.deadline_ms:
+            if len(self._deadlines) > 64 + 2 * len(self._by_key):  # mostly of those that have ended
+                self._deadlines = [each for each in self._deadlines if each[1] in self._by_key]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (now + asked.deadline_ms / 1000, request.key))
         return request
 

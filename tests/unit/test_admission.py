@@ -139,3 +139,28 @@ def test_what_could_never_be_in_time_is_told_which_deadline_could() -> None:
     pace.refuse_never(least_ms, 4, 400.0, 0.0)
     pace.refuse_never(0, 4, 400.0, 0.0)
     pace.refuse_never(1000, 4, 400.0, 60.0)  # it may have become faster
+
+
+def test_the_time_to_come_back_is_neither_too_short_nor_too_long() -> None:
+    it = admission(max_waiting=1)
+    with pytest.raises(Overloaded) as caught:
+        it.enter(LOCAL, 100.0, 0.0, 0)
+    assert caught.value.retry_after_s == 10.0
+    enter(it, 1)
+    with pytest.raises(Overloaded) as caught:
+        it.enter(LOCAL, 2.0, 0.0, 0)
+    assert caught.value.retry_after_s == 0.5, "places become free before the last one's turn"
+
+
+def test_without_a_bound_of_time_any_wait_is_let_in() -> None:
+    it = admission(max_queue_ms=0)
+    it.enter(LOCAL, 1e6, 0.0, 0)
+    assert it.waiting == 1
+
+
+def test_those_that_are_about_to_run_count_against_the_tenants_bound() -> None:
+    it, two = admission(), Tenant("local", max_running=2)
+    enter(it, 3)
+    assert it.may_run(two, 1) and not it.may_run(two, 2)
+    it.started("local")
+    assert it.may_run(two) and not it.may_run(two, 1)

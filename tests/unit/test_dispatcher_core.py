@@ -24,6 +24,8 @@ from tinyloop_serve.dispatcher.effects import (
     Tokenize,
 )
 from tinyloop_serve.dispatcher.journal import Journal
+from tinyloop_serve.dispatcher.requests import Request
+from tinyloop_serve.dispatcher.vacancy import Vacancy
 from tinyloop_serve.protocol.codec import TO_CLIENT, tokens_to_bytes
 from tinyloop_serve.protocol.errors import InvalidRequest, LimitExceeded
 from tinyloop_serve.protocol.messages import (
@@ -411,8 +413,8 @@ def test_the_requests_of_a_dead_replica_go_on_elsewhere_and_others_are_not_distu
     sends = bench.gone(R0)
     assert Send(R0, Reset()) in sends and said(sends, ALICE, Failed) == said(sends, BOB, Failed) == []
     assert bench.core.replicas[R0].state == "lost"
-    assert said(bench.finish(R1), R1, Run)[0].lanes[0].id == "waits"  # on0 is in the bucket of singles
-    assert said(bench.finish(R1), R1, Run)[0].lanes[0].id == "on0"
+    assert said(bench.finish(R1), R1, Run)[0].lanes[0].id == "on0"  # which came first
+    assert said(bench.finish(R1), R1, Run)[0].lanes[0].id == "waits"
     bench.replica(R0, announce(R0, pid=8))
     assert bench.core.replicas[R0].state == "ready"
 
@@ -741,6 +743,17 @@ def test_the_status_counts() -> None:
 # ------------------------------------------------------------------ deadlines that cannot be kept
 
 
+def test_deadlines_of_what_has_ended_are_forgotten() -> None:
+    """A client may give days; they are no reason to remember its requests for days."""
+    bench = Bench()
+    bench.client(BOB, ask("keeps", deadline_ms=1000))
+    for number in range(1000):
+        bench.client(ALICE, ask(f"q{number}", deadline_ms=86_400_000))
+        bench.client(ALICE, Cancel(f"q{number}"))
+    assert len(bench.core.requests._deadlines) < 100
+    assert [failed.code for failed in said(bench.wait(1.1), BOB, Failed)] == ["deadline"]
+
+
 def measured(bench: Bench, seconds: float) -> None:
     """The fleet has learned how long a request runs alone."""
     for number in range(8):
@@ -771,6 +784,63 @@ def test_it_keeps_its_lane_where_nobody_else_wants_it() -> None:
     bench.wait(0.9)
     bench.finish()
     assert [lane.id for lane in bench.run().lanes] == ["late"]
+
+
+def test_of_those_that_are_too_late_one_keeps_the_lane_that_nobody_else_wants() -> None:
+    bench = Bench(batch_sizes=[1], min_batch_size=1)
+    measured(bench, 0.5)
+    for id in ("first", "late", "later"):
+        bench.client(ALICE, ask(id, deadline_ms=0 if id == "first" else 1300))
+    bench.wait(0.9)
+    assert [failed.id for failed in said(bench.finish(), ALICE, Failed)] == ["late"]
+    assert [lane.id for lane in bench.run().lanes] == ["later"]
+
+
+def test_an_answer_that_has_begun_goes_on_however_late() -> None:
+    bench = Bench(batch_sizes=[1], min_batch_size=1)
+    measured(bench, 0.5)
+    bench.client(ALICE, ask("begun", deadline_ms=1300))
+    run = bench.run()
+    token = TO_CLIENT.encode_body(Tokens("begun", 0, tokens_to_bytes([5])))
+    bench.replica(R0, Step(run.run, (run.lanes[0].key,), (1,), (False,)), (token,))
+    bench.gone(R0)
+    bench.client(ALICE, ask("other"))
+    bench.wait(1.0)
+    bench.replica(R0, announce(R0, pid=8))
+    assert [lane.id for lane in bench.run().lanes] == ["begun"]
+
+
+def test_what_is_too_late_is_found_without_a_walk_through_all_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[list[Request]] = []
+    room = Vacancy.room
+    monkeypatch.setattr(Vacancy, "room", lambda self, lanes: looked.append(lanes) or room(self, lanes))
+    bench = Bench(max_waiting=5000, max_queue_ms=0)
+    monkeypatch.setattr(bench.core, "check", lambda now: None)
+    for number in range(2000):
+        bench.client(ALICE, ask(f"q{number}", deadline_ms=3_600_000, max_tokens=8 + number % 40))
+    for _ in range(5):
+        looked.clear()
+        assert said(bench.finish(), R0, Run) and len(looked) < 30
+
+
+def test_work_that_was_not_done_is_given_back_to_the_tenant() -> None:
+    bench = Bench(batch_sizes=[1], min_batch_size=1, tenants={"a": {}, "b": {}})
+    ask_as = bench.core.client_says
+    bench._after(ask_as(ALICE, "a", ask("long", max_tokens=50), bench.now))
+    bench._after(ask_as(ALICE, "a", Cancel("long"), bench.now))
+    bench._after(ask_as(BOB, "b", ask("b1"), bench.now))
+    bench._after(ask_as(ALICE, "a", ask("a1"), bench.now))
+    bench._after(ask_as(ALICE, "a", ask("a2"), bench.now))
+    run, done = bench.run(), TO_CLIENT.encode_body(Done("long", "cancelled"))
+    step = Step(run.run, (run.lanes[0].key,), (0,), (True,), idle=True)
+    bench.replica(R0, step, (done,))
+    order = [bench.run().lanes[0].id]
+    for _ in range(2):
+        bench.finish()
+        order.append(bench.run().lanes[0].id)
+    assert order == ["a1", "b1", "a2"], "as if it had never run"
 
 
 def test_what_could_never_end_in_time_is_refused_at_once() -> None:
