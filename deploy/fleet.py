@@ -19,10 +19,9 @@ import selectors
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 from tinyloop_serve.deploy import endpoints, processors
 from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, WATCHDOG_S, Child
@@ -35,11 +34,6 @@ REPLICA_STOP_S = 6.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RELOAD_LOOK_S = 0.1  # how often a reload in progress is looked at
 FOREVER = float("inf")
-MOST_REPLICAS = 1024
-
-
-class BadConfig(Exception):
-    """The configuration file cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +55,6 @@ class Plan:
         return self.threads or max(1, len(cpus) // self.replicas)
 
 
-def replica_flags(path: str) -> tuple[str, ...]:
-    """The `[replica]` table of a TOML file as flags: `max_handles = 4` is `--max-handles 4`, and a list is
-    the flag once for each. The replica judges names and values. Raises `BadConfig` for a file that cannot
-    be read."""
-    flags: list[str] = []
-    for name, value in _table(path, "replica").items():
-        for each in value if isinstance(value, list) else [value]:
-            flags += [f"--{name.replace('_', '-')}", str(each)]
-    return tuple(flags)
-
-
 def replica_options(plan: Plan) -> list[list[str]]:
     """The flags of each replica that say what it does, and where."""
     threads = plan.threads_each()
@@ -83,26 +66,6 @@ def replica_options(plan: Plan) -> list[list[str]]:
         [*alike, "--affinity", share, *plan.replica_flags, *(places[n] if places else [])]
         for n, share in enumerate(shares)
     ]
-
-
-def replica_count(path: str) -> int:
-    """`replicas` of the file's `[fleet]` table; 0 where it has none. Raises `BadConfig`."""
-    count = _table(path, "fleet").get("replicas", 0)
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_REPLICAS:
-        accepted = f"a whole number from 1 to {MOST_REPLICAS}"
-        raise BadConfig(f"{path}: fleet.replicas: {count!r} is not accepted; expected {accepted}")
-    return count
-
-
-def _table(path: str, name: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file).get(name, {})
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise BadConfig(f"{path}: {error}") from error
-    if not isinstance(table, dict):
-        raise BadConfig(f"{path}: {name}: {table!r} is not accepted; expected a [{name}] table")
-    return table
 
 
 def lacking_memory(plan: Plan, available: int | None = None) -> str:

@@ -54,7 +54,7 @@ def reported(*, as_json: bool) -> Iterator[Result]:
 def _status_of(error: Exception) -> int | None:
     """None: a mistake of ours, to be shown with its traceback."""
     from tinyloop_serve.deploy.endpoints import UnsafeDirectory
-    from tinyloop_serve.deploy.fleet import BadConfig
+    from tinyloop_serve.deploy.tables import BadConfig
     from tinyloop_serve.native import errors as native
     from tinyloop_serve.protocol import errors as protocol
 
