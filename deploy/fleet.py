@@ -130,23 +130,20 @@ class Fleet:
         self._told: set[Child] = set()  # those that were asked to stop
 
     def run(self) -> int:
-        """Brings the fleet up and watches over it; returns the exit status."""
+        """Brings the fleet up and watches over it; returns the exit status. Raises `UnsafeDirectory`, or
+        OSError when another fleet has the endpoint or the log cannot be written."""
         started = time.monotonic()
         with contextlib.ExitStack() as resources:
+            resources.callback(self._selector.close)
             if lack := lacking_memory(self._plan):
                 _say(lack)
                 return EXIT_CONFIG
-            try:
-                self._claim(resources)
-            except (endpoints.UnsafeDirectory, OSError) as error:
-                _say(str(error))
-                return 1
+            self._claim(resources)
             for child in self._children:
                 child.listen()
             resources.enter_context(self._signals())
             resources.callback(self._papers.remove)
             self._papers.write()  # from here on a signal to us is handled
-            resources.callback(self._selector.close)
             resources.callback(self._kill)
             for child in self._children:
                 resources.callback(child.close)
@@ -174,7 +171,9 @@ class Fleet:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OSError(f"a fleet already serves {self._plan.endpoint}") from None
+            raise OSError(
+                f"a fleet already serves {self._plan.endpoint}; stop it, or give this one an --endpoint"
+            ) from None
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
