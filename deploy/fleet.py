@@ -19,10 +19,9 @@ import selectors
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 from tinyloop_serve.deploy import endpoints, processors
 from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, NEVER, Child
@@ -36,11 +35,6 @@ REPLICA_STOP_S = 6.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LATE_S = 1.0  # later than any load makes us
 RELOAD_LOOK_S = 0.1  # how often a reload in progress is looked at
-MOST_REPLICAS = 1024
-
-
-class BadConfig(Exception):
-    """The configuration file cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +56,6 @@ class Plan:
         return self.threads or max(1, len(cpus) // self.replicas)
 
 
-def replica_flags(path: str) -> tuple[str, ...]:
-    """The `[replica]` table of a TOML file as flags: `max_handles = 4` is `--max-handles 4`, and a list is
-    the flag once for each. The replica judges names and values. Raises `BadConfig` for a file that cannot
-    be read."""
-    flags: list[str] = []
-    for name, value in _table(path, "replica").items():
-        for each in value if isinstance(value, list) else [value]:
-            flags += [f"--{name.replace('_', '-')}", str(each)]
-    return tuple(flags)
-
-
 def replica_options(plan: Plan) -> list[list[str]]:
     """The flags of each replica that say what it does, and where."""
     threads = plan.threads_each()
@@ -84,26 +67,6 @@ def replica_options(plan: Plan) -> list[list[str]]:
         [*alike, "--affinity", share, *plan.replica_flags, *(places[n] if places else [])]
         for n, share in enumerate(shares)
     ]
-
-
-def replica_count(path: str) -> int:
-    """`replicas` of the file's `[fleet]` table; 0 where it has none. Raises `BadConfig`."""
-    count = _table(path, "fleet").get("replicas", 0)
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_REPLICAS:
-        accepted = f"a whole number from 1 to {MOST_REPLICAS}"
-        raise BadConfig(f"{path}: fleet.replicas: {count!r} is not accepted; expected {accepted}")
-    return count
-
-
-def _table(path: str, name: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file).get(name, {})
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise BadConfig(f"{path}: {error}") from error
-    if not isinstance(table, dict):
-        raise BadConfig(f"{path}: {name}: {table!r} is not accepted; expected a [{name}] table")
-    return table
 
 
 def lacking_memory(plan: Plan, available: int | None = None) -> str:
@@ -171,25 +134,22 @@ class Fleet:
         self._told: set[Child] = set()  # those that were asked to stop
 
     def run(self) -> int:
-        """Brings the fleet up and watches over it; returns the exit status."""
+        """Brings the fleet up and watches over it; returns the exit status. Raises `UnsafeDirectory`, or
+        OSError when another fleet has the endpoint or the log cannot be written."""
         started = time.monotonic()
         with contextlib.ExitStack() as resources:
             resources.callback(self._said.close)
             resources.callback(self._shown.close)
+            resources.callback(self._selector.close)
             if lack := lacking_memory(self._plan):
                 self._say(lack)
                 return EXIT_CONFIG
-            try:
-                self._claim(resources)
-            except (endpoints.UnsafeDirectory, OSError) as error:
-                self._say(str(error))
-                return 1
+            self._claim(resources)
             for child in self._children:
                 child.listen()
             resources.enter_context(self._signals())
             resources.callback(self._papers.remove)
             self._papers.write()  # from here on a signal to us is handled
-            resources.callback(self._selector.close)
             resources.callback(self._kill)
             for child in self._children:
                 resources.callback(child.close)
@@ -215,7 +175,9 @@ class Fleet:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OSError(f"a fleet already serves {self._plan.endpoint}") from None
+            raise OSError(
+                f"a fleet already serves {self._plan.endpoint}; stop it, or give this one an --endpoint"
+            ) from None
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

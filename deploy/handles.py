@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import msgspec
 
@@ -23,6 +24,8 @@ def show(endpoint: str, *, as_json: bool) -> int:
                 "handle", "kind", "tokens", "loops", "cache", "KiB", "replica", "uses", "idle s", ""
             )
         )
+    else:
+        print("no handles", file=sys.stderr)
     for each in held:
         whose = "shared" if each.shared else ""
         size, idle = f"{each.bytes / 1024:.0f}", f"{each.idle_ms / 1000:.0f}"

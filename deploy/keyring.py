@@ -29,7 +29,8 @@ def show(directory: str, *, as_json: bool) -> int:
     try:
         found = keys.found(Path(directory))
     except OSError as error:
-        raise CommandFault(f"cannot read {directory}: {error.strerror}") from None
+        why = f"cannot read {directory}: {error.strerror}"
+        raise CommandFault(f"{why}; `tinyloop keys new NAME` makes keys, --dir says where they are") from None
     if as_json:
         listed = [{"name": name, "public": public, "secret": secret} for name, public, secret in found]
         print(json.dumps({"directory": directory, "keys": listed}))

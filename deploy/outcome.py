@@ -6,6 +6,8 @@ Overloaded, Unavailable, DeadlineExceeded   75
 RequestError                                2
 other errors of the fleet                   1
 errors of the engine, artifacts, config     78
+a file that is not there, or not ours       2
+other errors of the system                  1
 KeyboardInterrupt                           130
 """
 
@@ -54,7 +56,7 @@ def reported(*, as_json: bool) -> Iterator[Result]:
 def _status_of(error: Exception) -> int | None:
     """None: a mistake of ours, to be shown with its traceback."""
     from tinyloop_serve.deploy.endpoints import UnsafeDirectory
-    from tinyloop_serve.deploy.fleet import BadConfig
+    from tinyloop_serve.deploy.tables import BadConfig
     from tinyloop_serve.native import errors as native
     from tinyloop_serve.protocol import errors as protocol
 
@@ -69,6 +71,10 @@ def _status_of(error: Exception) -> int | None:
         (native.TinyLoopError, CONFIG),
         (UnsafeDirectory, CONFIG),
         (BadConfig, CONFIG),
+        (FileNotFoundError, USAGE),
+        (IsADirectoryError, USAGE),
+        (NotADirectoryError, USAGE),
+        (PermissionError, USAGE),
         (OSError, FAILED),
     ]
     return next((status for kind, status in table if isinstance(error, kind)), None)
@@ -77,15 +83,18 @@ def _status_of(error: Exception) -> int | None:
 def _report(error: Exception, status: int, as_json: bool) -> int:
     from tinyloop_serve.protocol.errors import TinyLoopError
 
+    message = str(error)
+    if isinstance(error, OSError) and error.filename:
+        message = f"{error.filename}: {error.strerror}"
     if as_json:
-        described = {"code": "command", "message": str(error)}
+        described = {"code": "command", "message": message}
         if isinstance(error, TinyLoopError):
             described["code"] = error.code
         for name in ("field", "value", "accepted"):
             if getattr(error, name, None) not in (None, ""):
                 described[name] = str(getattr(error, name))
         print(json.dumps({"error": described}))
-    print(f"tinyloop: {error}", file=sys.stderr)
-    if status == UNAVAILABLE and "tinyloop up" not in str(error):
+    print(f"tinyloop: {message}", file=sys.stderr)
+    if status == UNAVAILABLE and "tinyloop up" not in message:
         print("tinyloop: start a fleet with `tinyloop up`, in another terminal", file=sys.stderr)
     return status

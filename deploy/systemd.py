@@ -8,37 +8,23 @@ installed, started or asked of a running systemd.
 from __future__ import annotations
 
 import os
-import sys
-import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tinyloop_serve.deploy.fleet import MOST_REPLICAS, BadConfig, replica_flags
+from tinyloop_serve.deploy import tables
+from tinyloop_serve.deploy.fleet import Plan
 from tinyloop_serve.deploy.placement import Place, named, placed
+from tinyloop_serve.deploy.tables import BadConfig, FleetTable
 from tinyloop_serve.dispatcher.config import Config as Dispatcher
 from tinyloop_serve.dispatcher.config import load
 from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.replica.config import Config as Replica
 
 UNITS = "etc/systemd/system"
-FRONT = "ipc:///run/tinyloop/front/front.sock"
 ON_DEVICE = ("--device", "${DEVICE}", "--device-share", "${DEVICE_SHARE}")  # each unit's own: device.conf
 STOP_MARGIN_S = 5.0  # between a process's own drain deadline and the manager's patience
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """The `[fleet]` table: what the units need beyond `[dispatcher]`, `[tenants.NAME]` and `[replica]`."""
-
-    model: str  # absolute path of the artifact on the target machine
-    replicas: int = 2
-    user: str = "tinyloop"
-    python: str = sys.executable
-    front: str = FRONT
-    devices: str = "cpu"  # that the replicas are on, in turn: "cuda:0,cuda:1"
-    watchdog_s: float = 10.0
 
 
 def render(config_path: str, prefix: Path) -> list[Path]:
@@ -54,12 +40,10 @@ def render(config_path: str, prefix: Path) -> list[Path]:
 
 def rendered(config_path: str) -> dict[str, str]:
     """The files' contents, by their paths below the prefix. Raises `BadConfig`."""
-    text, tables = _read(config_path)
-    fleet = _fleet(tables)
+    configured = tables.read(config_path)
+    fleet = _fleet(configured)
     places = _places(fleet)
-    dispatcher = _checked(tables, fleet)
-    flags = replica_flags(config_path)
-    values = _values(fleet, dispatcher, tables, flags, on_devices=bool(places))
+    values = _values(fleet, _checked(configured, fleet), configured, on_devices=bool(places))
     units = files("tinyloop_serve.deploy").joinpath("units")
     made = {
         f"{UNITS}/{name}": _fill(units.joinpath(name).read_text("utf-8"), values)
@@ -73,57 +57,31 @@ def rendered(config_path: str) -> dict[str, str]:
         units.joinpath("tinyloop.sysusers").read_text("utf-8"), values
     )
     made["etc/tinyloop/tinyloop.env"] = units.joinpath("tinyloop.env").read_text("utf-8")
-    made["etc/tinyloop/fleet.toml"] = text
+    made["etc/tinyloop/fleet.toml"] = Path(config_path).read_text("utf-8")
     return made
 
 
-def fleet_of(config_path: str) -> Fleet:
-    """The `[fleet]` table of a configuration file. Raises `BadConfig`."""
-    return _fleet(_read(config_path)[1])
+def fleet_of(config_path: str) -> FleetTable:
+    """The `[fleet]` table of a configuration file, as units need it. Raises `BadConfig`."""
+    return _fleet(tables.read(config_path))
 
 
-def _read(path: str) -> tuple[str, dict[str, Any]]:
-    try:
-        text = Path(path).read_text("utf-8")
-        return text, tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadConfig(f"{path}: {error}") from error
-
-
-def _fleet(tables: dict[str, Any]) -> Fleet:
-    table = tables.get("fleet", {})
-    known = {field.name: field for field in fields(Fleet)}
-    for name, value in table.items():
-        if name not in known:
-            raise BadConfig(f"fleet.{name}: {value!r} is not accepted; expected one of {', '.join(known)}")
-        kind = {"int": int, "float": (int, float), "str": str}[str(known[name].type)]
-        if isinstance(value, bool) or not isinstance(value, kind):  # type: ignore[arg-type]
-            raise BadConfig(f"fleet.{name}: {value!r} is not accepted; expected a {known[name].type}")
-    if "model" not in table:
+def _fleet(configured: dict[str, Any]) -> FleetTable:
+    fleet = tables.fleet_of(configured)
+    if not fleet.model:
         raise BadConfig("fleet.model: missing; expected the artifact's absolute path")
-    fleet = Fleet(**table)
-    for name in ("model", "python"):
-        if not os.path.isabs(getattr(fleet, name)):
-            value = getattr(fleet, name)
-            raise BadConfig(f"fleet.{name}: {value!r} is not accepted; expected an absolute path")
-    if not 1 <= fleet.replicas <= MOST_REPLICAS:
-        raise BadConfig(f"fleet.replicas: {fleet.replicas} is not accepted; expected 1 to {MOST_REPLICAS}")
-    return fleet
+    return replace(fleet, replicas=fleet.replicas or Plan.replicas)
 
 
-def _checked(tables: dict[str, Any], fleet: Fleet) -> Dispatcher:
+def _checked(configured: dict[str, Any], fleet: FleetTable) -> Dispatcher:
     """The dispatcher's configuration, as it will read it itself."""
-    raw = dict(tables.get("dispatcher", {}))
-    raw |= {"front": fleet.front, "replicas": _sockets(fleet)}
-    if "tenants" in tables:
-        raw["tenants"] = tables["tenants"]
     try:
-        return load(raw)
+        return load(tables.dispatcher_values(configured, fleet.front, _sockets(fleet)))
     except ConfigError as error:
         raise BadConfig(f"dispatcher.{error}") from error
 
 
-def _places(fleet: Fleet) -> list[Place]:
+def _places(fleet: FleetTable) -> list[Place]:
     """None where all replicas are on the processor."""
     if fleet.devices == "cpu":
         return []
@@ -133,18 +91,18 @@ def _places(fleet: Fleet) -> list[Place]:
         raise BadConfig(f"fleet.devices: {error}") from error
 
 
-def _sockets(fleet: Fleet) -> list[str]:
+def _sockets(fleet: FleetTable) -> list[str]:
     return [f"ipc:///run/tinyloop/replica-{n}/replica.sock" for n in range(fleet.replicas)]
 
 
 def _values(
-    fleet: Fleet, dispatcher: Dispatcher, tables: dict[str, Any], flags: tuple[str, ...], *, on_devices: bool
+    fleet: FleetTable, dispatcher: Dispatcher, configured: dict[str, Any], *, on_devices: bool
 ) -> dict[str, str]:
     networked = fleet.front.startswith("tcp://") or bool(dispatcher.http)
     # A virtual environment in /srv may well link to an interpreter in somebody's home.
     paths = [path for name in (fleet.python, fleet.model) for path in (name, os.path.realpath(name))]
     at_home = any(path.startswith(("/home/", "/root/")) for path in paths)
-    drain_s = float(tables.get("replica", {}).get("drain_s", Replica.drain_s))
+    drain_s = float(configured.get("replica", {}).get("drain_s", Replica.drain_s))
     key = dispatcher.key
     values = {
         "user": fleet.user,
@@ -153,7 +111,7 @@ def _values(
         "front": fleet.front,
         "replica units": " ".join(f"tinyloop-replica@{n}.service" for n in range(fleet.replicas)),
         "replica flags": " ".join(f"--replica {socket}" for socket in _sockets(fleet)),
-        "replica options": " ".join([*flags, *(ON_DEVICE if on_devices else ())]),
+        "replica options": " ".join([*tables.replica_flags(configured), *(ON_DEVICE if on_devices else ())]),
         "dispatcher credential": f"LoadCredential=dispatcher.key:{key}" if key else "",
         "dispatcher key": "--key %d/dispatcher.key" if key else "",
         "watchdog s": f"{fleet.watchdog_s:g}",

@@ -138,7 +138,10 @@ def parse(arguments: Sequence[str]) -> Config:
         metavar="PID",
         help="stop when PID is gone",
     )
-    flags = vars(parser.parse_args(list(arguments)))
+    known, others = parser.parse_known_args(list(arguments))
+    if others:
+        raise ConfigFault(f"{others[0]}: not accepted; expected one of {', '.join(_names(parser))}")
+    flags = vars(known)
     flags["name"] = flags["name"] or flags["endpoint"].rpartition("/")[2].removesuffix(".sock")
     for several in ("dispatcher_keys", "scaffolds"):
         flags[several] = tuple(flags[several])
@@ -150,6 +153,10 @@ def parse(arguments: Sequence[str]) -> Config:
             " expected ipc, loopback, or --key and --dispatcher-key to encrypt with"
         )
     return Config(**flags)
+
+
+def _names(parser: argparse.ArgumentParser) -> list[str]:
+    return sorted(each.option_strings[-1] for each in parser._actions)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -44,7 +44,6 @@ OUT = Path(__file__).resolve().parents[1] / "build" / "load"
 DEFAULT_CLOSED = 8
 SWEEP_CLOSED = 32  # at any time, to see roughly what the fleet can do
 STEADY = 0.9  # of what is asked must end meanwhile: else a queue grows that a lax SLO would not show yet
-OF_A_POINT = ("tokens_per_s", "finished_rps", "goodput_share", "ttft_ms", "token_ms", "e2e_ms", "driver")
 CONVERTED = {"fp16", "bf16", "int8", "int4"}  # that an engine can be asked for; others are the artifact's own
 GRACE_S = 60.0  # for what is open when the last request was sent
 

@@ -31,7 +31,10 @@ def add(commands: Subcommands) -> None:
 
 def _generate(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy import ask
+    from tinyloop_serve.deploy.outcome import CommandFault
 
+    if flags.system and not flags.chat:
+        raise CommandFault("--system: a message of a conversation; expected with --chat")
     text = sys.stdin.read() if flags.text == "-" else flags.text
     messages = ask.conversation(flags.system, text) if flags.chat else None
     return ask.generate(endpoint(flags), text, messages, request(flags), as_json=flags.json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from tinyloop_serve.deploy.flags import (
     Subcommands,
@@ -14,25 +15,26 @@ from tinyloop_serve.deploy.flags import (
     positive,
 )
 
-DEFAULT_REPLICAS = 2
 PROFILES = ("single", "bucketed", "scaffold", "tiers", "speculative")  # said here: a start imports nothing
 
 
 def add(commands: Subcommands) -> None:
     up = commands.add_parser("up", help="a dispatcher and replicas in the foreground, until Ctrl-C")
-    up.add_argument("--model", metavar="FILE", help="a .tinyloop artifact (default: the demo model)")
+    up.add_argument(
+        "--model", metavar="FILE", help="a .tinyloop artifact (default: [fleet]'s, else the demo model)"
+    )
     up.add_argument(
         "--replicas",
         type=positive,
         default=0,
         metavar="N",
-        help="default: the configuration's, one on each of --devices, or 2",
+        help="default: [fleet]'s, one on each of the devices, or 2",
     )
     up.add_argument(
         "--devices",
         default="",
         metavar="D,D",
-        help="that the replicas are on, in turn: cuda:0,cuda:1 (default: the processor)",
+        help="that the replicas are on, in turn: cuda:0,cuda:1 (default: [fleet]'s, else the processor)",
     )
     up.add_argument(
         "--threads", type=positive, default=0, metavar="N", help="per replica (default: share cores)"
@@ -53,7 +55,10 @@ def add(commands: Subcommands) -> None:
     )
     configuration = up.add_mutually_exclusive_group()
     configuration.add_argument(
-        "--config", default="", metavar="FILE", help="TOML: [dispatcher], [tenants.NAME], [replica] tables"
+        "--config",
+        default="",
+        metavar="FILE",
+        help="TOML: [fleet], [dispatcher], [tenants.NAME], [replica] tables",
     )
     configuration.add_argument(
         "--profile", default="", choices=PROFILES, help="a ready configuration: docs/patterns.md"
@@ -95,8 +100,8 @@ def _affinity(text: str) -> str:
 
 
 def _up(flags: argparse.Namespace) -> int:
-    from tinyloop_serve.deploy import placement
-    from tinyloop_serve.deploy.fleet import Fleet, Plan, replica_count, replica_flags
+    from tinyloop_serve.deploy import placement, tables
+    from tinyloop_serve.deploy.fleet import Fleet, Plan
     from tinyloop_serve.deploy.outcome import CommandFault
 
     config = os.path.abspath(flags.config) if flags.config else ""
@@ -104,21 +109,26 @@ def _up(flags: argparse.Namespace) -> int:
         from tinyloop_serve.deploy import profiles
 
         config = profiles.path(flags.profile)
+    configured = tables.read(config) if config else {}
+    fleet = tables.fleet_of(configured)
     if flags.die_with_parent:
         from tinyloop_serve.protocol.host import die_with_parent
 
         die_with_parent(flags.die_with_parent)
-    devices = placement.named(flags.devices) if flags.devices else ()
-    configured = replica_count(config) if config else 0
-    replicas = flags.replicas or configured or len(devices) or DEFAULT_REPLICAS
-    if devices:
-        try:
-            placement.placed(replicas, devices)
-        except ValueError as error:
-            raise CommandFault(f"--devices: {error}") from error
+    named = flags.devices or (fleet.devices if fleet.devices != "cpu" else "")
+    devices = placement.named(named) if named else ()
+    replicas = flags.replicas or fleet.replicas or len(devices) or Plan.replicas
+    try:
+        placement.placed(replicas, devices or ("cpu",))
+    except ValueError as error:
+        if not flags.devices:
+            raise tables.BadConfig(f"fleet.devices: {error}") from error
+        raise CommandFault(f"--devices: {error}") from error
+    front = endpoint(flags)
+    _judge(configured, front, replicas)
     plan = Plan(
-        model=flags.model or _demo_model(),
-        endpoint=endpoint(flags),
+        model=flags.model or fleet.model or _demo_model(),
+        endpoint=front,
         replicas=replicas,
         devices=devices,
         threads=flags.threads,
@@ -127,9 +137,26 @@ def _up(flags: argparse.Namespace) -> int:
         affinity=flags.affinity,
         log=flags.log,
         config=config,
-        replica_flags=replica_flags(config) if config else (),
+        replica_flags=tables.replica_flags(configured),
     )
     return Fleet(plan).run()
+
+
+def _judge(configured: dict[str, Any], front: str, replicas: int) -> None:
+    """A model may take long to load: what the processes would refuse then is refused before, and once."""
+    from tinyloop_serve.deploy import tables
+    from tinyloop_serve.dispatcher import config, readers
+    from tinyloop_serve.replica import config as replica
+
+    sockets = [f"ipc:///replica-{n}.sock" for n in range(replicas)]
+    try:
+        config.load(tables.dispatcher_values(configured, front, sockets))
+    except readers.ConfigError as error:
+        raise tables.BadConfig(f"dispatcher: {error}") from error
+    try:
+        replica.parse(["--model", "m", "--endpoint", sockets[0], *tables.replica_flags(configured)])
+    except replica.ConfigFault as error:
+        raise tables.BadConfig(f"replica: {error}") from error
 
 
 def _reload(flags: argparse.Namespace) -> int:

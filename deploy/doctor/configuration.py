@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tinyloop_serve import native
-from tinyloop_serve.deploy import endpoints, systemd
+from tinyloop_serve.deploy import endpoints, tables
 from tinyloop_serve.deploy.doctor.finding import Finding, fault, ok, warning
-from tinyloop_serve.deploy.fleet import BadConfig, Plan, lacking_memory, replica_count, replica_flags
+from tinyloop_serve.deploy.fleet import Plan, lacking_memory
+from tinyloop_serve.deploy.tables import TABLES, BadConfig, replica_flags
 from tinyloop_serve.dispatcher import config as dispatcher
 from tinyloop_serve.dispatcher.encryption import Keyring
 from tinyloop_serve.dispatcher.readers import ConfigError
@@ -23,8 +23,6 @@ from tinyloop_serve.replica import budget, prompts, scaffolds
 from tinyloop_serve.replica import config as replica
 from tinyloop_serve.replica.handles import HandleStore
 from tinyloop_serve.replica.text import Vocabulary
-
-TABLES = ("dispatcher", "tenants", "replica", "fleet", "load")  # the last for load tests
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,14 @@ def read(path: str, plan: Plan) -> Subject:
     Raises `BadConfig`."""
     if not path:
         return Subject("", replace(plan, replicas=plan.replicas or Plan.replicas))
-    plan = replace(plan, replicas=plan.replicas or replica_count(path) or Plan.replicas)
-    try:
-        tables = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadConfig(f"{path}: {error}") from error
-    subject = Subject(path, plan, tables)
+    found = tables.load(path)
+    fleet = tables.fleet_of(found)
+    plan = replace(plan, replicas=plan.replicas or fleet.replicas or Plan.replicas)
+    subject = Subject(path, plan, found)
     if not subject.for_services:
         return subject
-    fleet = systemd.fleet_of(path)
-    return replace(
-        subject, plan=replace(plan, model=fleet.model, endpoint=fleet.front, replicas=fleet.replicas)
-    )
+    replicas = fleet.replicas or Plan.replicas
+    return replace(subject, plan=replace(plan, model=fleet.model, endpoint=fleet.front, replicas=replicas))
 
 
 def findings(subject: Subject) -> Iterator[Finding]:
@@ -97,7 +91,7 @@ def _dispatcher(subject: Subject) -> Iterator[Finding]:
 def _replica(subject: Subject) -> Iterator[Finding]:
     plan = subject.plan
     try:
-        flags = replica_flags(subject.path) if subject.path else ()
+        flags = replica_flags(subject.tables)
         where = (
             "--model",
             plan.model,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tinyloop_serve.deploy import environment, systemd
 from tinyloop_serve.deploy.doctor.finding import Finding, fault, ok, warning
-from tinyloop_serve.deploy.fleet import BadConfig
+from tinyloop_serve.deploy.tables import BadConfig
 
 UNITS = ("tinyloop.target", "tinyloop-dispatcher.service")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tinyloop_serve.deploy.fleet import BadConfig
+from tinyloop_serve.deploy.tables import BadConfig
 
 FOLDER = Path(__file__).parent
 

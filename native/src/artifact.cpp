@@ -94,7 +94,7 @@ size_t Artifact::read_header() {
     for (int i = 7; i >= 0; --i) header_bytes = header_bytes << 8 | file_->data()[i];
     const uint64_t room = std::min<uint64_t>(kMaxHeader, file_->size() - 8);
     if (header_bytes < 2 || header_bytes > room)
-        bad("header length", std::to_string(header_bytes), "2 to " + std::to_string(room));
+        bad("header length", std::to_string(header_bytes), "2 to " + std::to_string(room) + ", as in a .tinyloop file");
     const size_t data_begin = 8 + static_cast<size_t>(header_bytes);
     const Json header = parse_json({reinterpret_cast<const char*>(file_->data()) + 8, data_begin - 8}, "header");
     if (header.kind != Json::Kind::object) bad("header", "not an object", "a JSON object");

@@ -229,6 +229,13 @@ def test_a_fleet_does_not_outlive_its_starter(fleet: Any, eventually: Any) -> No
 def test_one_fleet_per_endpoint(shared_fleet: Any) -> None:
     second = shared_fleet.run("up")
     assert second.returncode == 1 and "already serves" in second.stderr
+    assert "give this one an --endpoint" in second.stderr
+
+
+def test_a_log_that_cannot_be_written_is_named(shared_fleet: Any) -> None:
+    unwritable = shared_fleet.run("up", "--log", "/nowhere/log")
+    assert unwritable.returncode == 2
+    assert unwritable.stderr == "tinyloop: /nowhere/log: No such file or directory\n"
 
 
 def test_a_fleet_that_cannot_start_says_why_and_ends(shared_fleet: Any) -> None:

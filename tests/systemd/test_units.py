@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tinyloop_serve.deploy import systemd
-from tinyloop_serve.deploy.fleet import BadConfig
+from tinyloop_serve.deploy.tables import BadConfig
 from tinyloop_serve.native import demo_model_path
 
 FLEET = f'[fleet]\nmodel = "{demo_model_path()}"\nreplicas = 3\n'

@@ -110,6 +110,26 @@ def test_wrong_usage_exits_2(flags: str) -> None:
     assert ended.value.code == outcome.USAGE
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("convert /none/a b", "/none/a: No such file or directory"),
+        ("generate --system S Q", "--system: a message of a conversation; expected with --chat"),
+    ],
+)
+def test_what_cannot_be_done_as_given_is_named_and_exits_2(
+    flags: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(flags.split()) == outcome.USAGE
+    assert capsys.readouterr().err == f"tinyloop: {told}\n"
+
+
+def test_a_file_is_named_in_json_as_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", "/none/a", "b", "--json"]) == outcome.USAGE
+    message = "/none/a: No such file or directory"
+    assert json.loads(capsys.readouterr().out) == {"error": {"code": "command", "message": message}}
+
+
 def test_help_documents_every_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
@@ -161,7 +181,8 @@ finally:
         (native.ArtifactError("bad", field="config.loops", value=-1), 78),
         (native.BackendUnavailable("no gpu"), 78),
         (CommandFault("no template"), 2),
-        (FileNotFoundError("no file"), 1),
+        (FileNotFoundError("no file"), 2),
+        (OSError("disk full"), 1),
         (endpoints.UnsafeDirectory("open"), 78),
         (KeyboardInterrupt(), 130),
     ],

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from scripts.load import mix
-from tinyloop_serve.deploy import profiles
+from tinyloop_serve.deploy import profiles, tables
 from tinyloop_serve.deploy.commands import serving
-from tinyloop_serve.deploy.fleet import BadConfig, replica_count, replica_flags
 from tinyloop_serve.deploy.systemd import render
+from tinyloop_serve.deploy.tables import BadConfig
 from tinyloop_serve.dispatcher import config as dispatcher
 from tinyloop_serve.replica import config as replica
 
@@ -19,12 +18,13 @@ from tinyloop_serve.replica import config as replica
 @pytest.mark.parametrize("name", profiles.names())
 def test_a_profile_is_read_by_every_process(name: str, tmp_path: Path) -> None:
     path = Path(profiles.path(name))
-    assert set(tomllib.loads(path.read_text())) == {"fleet", "dispatcher", "replica", "load"}
+    found = tables.read(str(path))
+    assert set(found) == {"fleet", "dispatcher", "replica", "load"}
     read = dispatcher.read_file(path) | {"front": "ipc:///run/a.sock", "replicas": ["ipc:///run/b.sock"]}
     dispatcher.load(read)
-    replica.parse(["--model", "m", "--endpoint", "ipc:///run/b.sock", *replica_flags(str(path))])
+    replica.parse(["--model", "m", "--endpoint", "ipc:///run/b.sock", *tables.replica_flags(found)])
     mix.read(path)
-    assert replica_count(str(path)) >= 1
+    assert tables.fleet_of(found).replicas >= 1
     with_model = tmp_path / "fleet.toml"
     with_model.write_text(path.read_text().replace("[fleet]", '[fleet]\nmodel = "/srv/model.tinyloop"'))
     assert render(str(with_model), tmp_path / "root")
@@ -41,9 +41,9 @@ def test_a_name_or_a_count_that_is_wrong_is_refused(tmp_path: Path) -> None:
     for count in ("-1", "true", '"two"', "2000"):
         path.write_text(f"[fleet]\nreplicas = {count}\n")
         with pytest.raises(BadConfig, match="fleet.replicas"):
-            replica_count(str(path))
+            tables.fleet_of(tables.read(str(path)))
     path.write_text("[dispatcher]\n")
-    assert replica_count(str(path)) == 0
+    assert tables.fleet_of(tables.read(str(path))).replicas == 0
 
 
 def test_one_lane_to_a_batch_is_no_batch() -> None:
