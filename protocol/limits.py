@@ -34,6 +34,7 @@ MAX_ID_CHARS = 64  # also of a handle's name
 MAX_PROMPT_TOKENS = 1 << 18
 MAX_TOKENS = 1 << 18
 MAX_LOOPS = 1024
+MAX_BEAMS = 64  # as the engine
 MAX_STOPS = 64  # strings, and as many token sequences
 MAX_STOP_LENGTH = 256  # characters of a string, tokens of a sequence
 MAX_PRIORITY = 10  # and -10 is the least
@@ -164,7 +165,7 @@ _RANGES: tuple[tuple[str, Callable[[Generate], float], float, float, str], ...] 
         "above 0, up to 100; 1 is off",
     ),
     ("sampling.cache_window", lambda r: r.sampling.cache_window, *_WINDOW),
-    ("sampling.beam_size", lambda r: r.sampling.beam_size, 1, MAX_PAYLOADS, f"1 to {MAX_PAYLOADS}"),
+    ("sampling.beam_size", lambda r: r.sampling.beam_size, 1, MAX_BEAMS, f"1 to {MAX_BEAMS}"),
 )
 
 
@@ -223,6 +224,8 @@ def check_announced(message: Ready | Built) -> None:
         for name in ("memory_bytes", "weight_bytes", "cache_bytes", "handle_bytes", "max_handles"):
             _sane(f"Ready.budget.{name}", getattr(budget, name) >= 0, getattr(budget, name))
         _sane("Ready.budget.window_rows", budget.window_rows >= 0, budget.window_rows)
+        unpriced = [mode for mode in CACHE_MODES if mode not in budget.costs]
+        _sane("Ready.budget.costs", not unpriced, f"none for {', '.join(unpriced)}")
         for mode, cost in budget.costs.items():
             least = min(cost.fixed, cost.per_loop, cost.round_to - 1)
             _sane(f"Ready.budget.costs.{mode}", least >= 0, cost)
