@@ -86,6 +86,8 @@ def _arithmetic(budget: Budget, sampling: Sampling, positions: int) -> tuple[int
         positions = min(positions, sampling.cache_window + budget.window_rows)
     rounded = -(-positions // cost.round_to) * cost.round_to
     each = cost.fixed + sampling.loops * cost.per_loop
-    beams = sampling.beam_size
     how = f"{rounded} positions x ({cost.fixed} + {sampling.loops} loops x {cost.per_loop}) bytes"
-    return rounded * each * beams, how + (f" x {beams} beams" if beams > 1 else "")
+    if sampling.beam_size == 1:
+        return rounded * each, how
+    # Two sets of caches, so that beams can take over each other's.
+    return rounded * each * 2 * sampling.beam_size, f"{how} x 2 x {sampling.beam_size} beams"

@@ -313,6 +313,9 @@ class Model:
     ) -> int:
         """Exactly what the cache of one lane of that many positions allocates."""
 
+    def states_bytes(self, tokens: int) -> int:
+        """What a ResumeHandle of that many tokens, or a draft, keeps beside its cache."""
+
     def close(self) -> None:
         """Frees the model once the call in progress, if any, has ended; later use raises ClosedError."""
 

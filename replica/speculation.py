@@ -17,6 +17,7 @@ CANDIDATES = tuple(
     for loops, ahead, margin in ((1, 4, 0.5), (1, 6, 0.5), (1, 4, 0.0), (2, 4, 0.0), (2, 6, 0.5))
 )
 NEW_TOKENS = 24  # decoded per prompt and candidate, where the context has room for them
+MOST_DRAFTED = max(each.draft_ahead * each.branches for each in CANDIDATES)  # rows that are not the request's
 
 
 class Speculation:

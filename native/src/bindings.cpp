@@ -341,6 +341,12 @@ PYBIND11_MODULE(_core, m) {
                                    narrow<int>("loops", loops), narrow<int>("cache_window", window));
             },
             "tokens"_a, "cache_mode"_a = py::none(), "loops"_a = 0, "cache_window"_a = 0)
+        .def(
+            "states_bytes",
+            [](const PyModel& self, const py::int_& tokens) {
+                return states_bytes(self.get().get(), narrow<int>("tokens", tokens));
+            },
+            "tokens"_a)
         .def("close", &PyModel::close)
         .def_property_readonly("metadata",
                                [](const PyModel& self) { return metadata_dict(artifact(self.get().get())); })

@@ -37,4 +37,9 @@ uint64_t cache_bytes(const Model* model, int tokens, const std::string& cache_mo
     return model->backend().cache_bytes(model->handle(), &shape);
 }
 
+uint64_t states_bytes(const Model* model, int tokens) {
+    if (tokens < 1) refuse(ErrorKind::config, "tokens", std::to_string(tokens), "1 or more");
+    return model->backend().states_bytes(model->handle(), tokens);
+}
+
 }  // namespace tinyloop

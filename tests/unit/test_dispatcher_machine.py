@@ -653,7 +653,7 @@ class Dispatcher(RuleBasedStateMachine):
                 earlier = (not other.begun, other.key) < (not mine.begun, mine.key)
                 if same and suits and earlier:
                     size = -(-other.positions // 16) * 16 * (1 + bucket.shape.sampling.loops)
-                    size *= bucket.shape.sampling.beam_size
+                    size *= 2 * bucket.shape.sampling.beam_size if bucket.shape.sampling.beam_size > 1 else 1
                     assert budget and size > budget.cache_bytes, "first come, first served"
 
     @invariant()

@@ -24,7 +24,7 @@ def test_the_arithmetic_of_a_cache() -> None:
     assert lane_bytes(BUDGET, Sampling(loops=4), 17) == 32 * (100 + 4 * 50)
     assert lane_bytes(BUDGET, Sampling(loops=2, cache_mode="int8"), 16) == 16 * (50 + 2 * 25)
     assert lane_bytes(BUDGET, Sampling(loops=1, cache_window=40), 4000) == 48 * 150
-    assert lane_bytes(BUDGET, Sampling(loops=1, beam_size=3), 16) == 3 * 16 * 150
+    assert lane_bytes(BUDGET, Sampling(loops=1, beam_size=3), 16) == 2 * 3 * 16 * 150
     assert lane_bytes(None, Sampling(loops=1), 16) == 0
 
 

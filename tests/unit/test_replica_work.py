@@ -4,6 +4,7 @@ that is not kept, an ill engine that goes on taking work."""
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_replica_process import byte_level_tokenizer, write_model
-from tinyloop_serve.native import Model
+from tinyloop_serve.dispatcher.ledger import lane_bytes
+from tinyloop_serve.native import GenerateConfig, Model
 from tinyloop_serve.native.errors import LimitError, OutOfMemoryError
 from tinyloop_serve.protocol.codec import TO_CLIENT, tokens_from_bytes, tokens_to_bytes
 from tinyloop_serve.protocol.messages import (
@@ -38,7 +40,7 @@ from tinyloop_serve.replica.config import Config, ConfigFault, parse
 from tinyloop_serve.replica.executor import Executor, Outcome
 from tinyloop_serve.replica.handles import HandleStore
 from tinyloop_serve.replica.health import MOST_FAILURES, MOST_PROBES, Health
-from tinyloop_serve.replica.speculation import Speculation
+from tinyloop_serve.replica.speculation import CANDIDATES, Speculation
 from tinyloop_serve.replica.text import Vocabulary
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -309,12 +311,45 @@ def test_the_ledgers_arithmetic_is_the_engines(model: Model) -> None:
     assert window <= rows * (cost.fixed + 2 * cost.per_loop) <= window * 1.1
 
 
+SHAPES: list[dict[str, Any]] = [{}, {"beam_size": 2}, {"beam_size": 5}, {"cache_window": 20}]
+
+
+@pytest.mark.parametrize("mode", CACHE_MODES)
+def test_no_run_takes_more_than_the_ledger_reserves(model: Model, mode: str) -> None:
+    found = budget.of(model, config(model), max_loops=8)
+    drafts = found.weight_bytes - model.weight_bytes  # what is set aside for them
+    for shape in SHAPES:
+        sampling = Sampling(loops=3, cache_mode=mode, **shape)
+        asked = GenerateConfig(loops=3, max_tokens=30, cache_mode=mode, ignore_eos=True, **shape)
+        taken = model.generate([5, 6, 7], asked).stats.cache_bytes
+        assert taken == lane_bytes(found, sampling, 33), shape
+    for draft in CANDIDATES:
+        asked = GenerateConfig(loops=3, max_tokens=29, cache_mode=mode, ignore_eos=True)
+        reserved = lane_bytes(found, Sampling(loops=3, cache_mode=mode), 32)
+        most = reserved + drafts - model.states_bytes(1 + draft.draft_ahead * draft.branches)
+        for speculate in (model.generate_speculative, model.generate_tree_speculative):
+            taken = speculate([5, 6, 7], draft, asked).stats.cache_bytes
+            assert reserved < taken <= most
+
+
+@pytest.mark.parametrize("mode", CACHE_MODES)
+def test_no_handle_takes_more_than_was_set_aside_for_it(model: Model, mode: str) -> None:
+    found = budget.of(model, config(model, "--max-handles", "3"), max_loops=8)
+    prompt = [5] * (model.max_seq_len - 1)
+    for kind in ("resume", "prefix"):
+        store = HandleStore(model, 3)
+        size = store.build(Build("h", kind, tokens_to_bytes(prompt), 8, mode))
+        assert 0 < size <= found.handle_bytes // 3, kind
+        store.drop(["h"])
+
+
 def test_a_budget_that_does_not_fit_shows_its_arithmetic(model: Model) -> None:
     largest = max(model.cache_bytes(128, mode, 8) for mode in CACHE_MODES)
-    enough = (model.weight_bytes + 3 * largest + (1 << 20)) >> 20
+    handle = largest + model.states_bytes(128)
+    enough = (model.weight_bytes + 2 * handle + largest + (1 << 20)) >> 20
     found = budget.of(model, config(model, "--memory-mib", str(enough), "--max-handles", "2"), 8)
-    assert found.max_handles == 2 and found.handle_bytes == 2 * largest
-    assert found.cache_bytes == (enough << 20) - model.weight_bytes - 2 * largest >= largest
+    assert found.max_handles == 2 and found.handle_bytes == 2 * handle
+    assert found.cache_bytes == (enough << 20) - found.weight_bytes - 2 * handle >= largest
     many = str((enough << 20) // largest + 1)
     with pytest.raises(ConfigFault, match=r"budget of .* < .* weights .* handles x .* lower --max-handles"):
         budget.of(model, config(model, "--memory-mib", str(enough), "--max-handles", many), 8)
@@ -330,12 +365,42 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(tmp_path: Pa
     budget.check_file(parse([*flags, "--weights", "int4"]))  # a quarter of it: judged once loaded
 
 
+def test_the_memory_that_is_free_is_that_of_the_narrowest_group_around_us(tmp_path: Path) -> None:
+    def group(place: str, limit: str, used: int) -> None:
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / place / "memory.current").write_text(f"{used}\n")
+        (tmp_path / place / "memory.stat").write_text("anon 7\nactive_file 100\ninactive_file 20\n")
+
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:   9 kB\nMemAvailable:   8 kB\nHugePages_Total:   0\n")
+    free = functools.partial(budget._available, tmp_path / "proc", tmp_path / "groups")
+    assert free() == 8192, "no control groups of version 2"
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/old\n0::/all.slice/tinyloop.service\n")
+    assert free() == 8192
+    group("groups/all.slice/tinyloop.service", "max", 10)
+    assert free() == 8192, "no limit"
+    group("groups/all.slice", "6000", 1000)
+    assert free() == 6000 - 1000 + 120
+    group("groups/all.slice/tinyloop.service", "5000", 1000)
+    assert free() == 5000 - 1000 + 120
+    group("groups", "3000", 4000)
+    assert free() == 0
+    group(".", "1", 4000)  # outside: a folder that happens to be there
+    group("groups", "max", 4000)
+    assert free() == 5000 - 1000 + 120
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")  # in a container
+    group("groups", "4500", 1000)
+    assert free() == 4500 - 1000 + 120
+
+
 class OnDevice:
     """The model, were it on a device with `free` bytes left of its own."""
 
     def __init__(self, model: Model, free: int) -> None:
         self.weight_bytes, self.max_seq_len = model.weight_bytes, model.max_seq_len
-        self.cache_bytes, self.device_free_bytes = model.cache_bytes, free
+        self.cache_bytes, self.states_bytes = model.cache_bytes, model.states_bytes
+        self.device_free_bytes = free
 
 
 def test_on_a_device_the_budget_is_its_memory_shared_by_those_on_it(

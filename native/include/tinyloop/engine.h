@@ -170,6 +170,8 @@ int64_t device_free_bytes(const Model* model);     // that the device has left; 
 const std::vector<int>& cpus(const Model* model);  // (threads) of an affinity, the caller's first; empty: none
 // Bytes that `tokens` positions take at `loops` (0 = default), with a window (0 = none).
 uint64_t cache_bytes(const Model* model, int tokens, const std::string& cache_mode, int loops, int cache_window = 0);
+// Bytes of the states that a ResumeHandle of so many tokens, or a draft, keeps beside its cache.
+uint64_t states_bytes(const Model* model, int tokens);
 
 // (token, its position in the whole sequence) -> go on?
 using TokenCallback = std::function<bool(int32_t token, int position)>;
