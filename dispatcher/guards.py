@@ -49,6 +49,9 @@ def check(asked: Generate, prompt: bytes, model: ModelInfo, config: Config) -> S
     sampling = resolve(asked.sampling, model)
     _fit(prompt, asked, model)
     _in_vocabulary("done", asked.done, model)
+    for stop in asked.stop_tokens:
+        if max(stop) >= model.vocab_size:
+            raise bad_field("stop_tokens", stop, f"token ids of 0 to {model.vocab_size - 1}")
     return sampling
 
 
@@ -123,6 +126,9 @@ def _allow(asked: Generate, config: Config) -> None:
     for mode in _modes(sampling):
         if not supported(mode, column):
             raise _refused(mode, column.replace("_", " "))
+    if sampling.beam_size > 1 and sampling.temperature > 0:
+        accepted = "0 with beam_size > 1: beam search does not sample"
+        raise bad_field("sampling.temperature", sampling.temperature, accepted, ModeRefused)
 
 
 def _refused(mode: str, way: str) -> ModeRefused:

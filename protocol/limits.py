@@ -34,6 +34,7 @@ MAX_ID_CHARS = 64  # also of a handle's name
 MAX_PROMPT_TOKENS = 1 << 18
 MAX_TOKENS = 1 << 18
 MAX_LOOPS = 1024
+MAX_BEAMS = 64  # as the engine
 MAX_STOPS = 64  # strings, and as many token sequences
 MAX_STOP_LENGTH = 256  # characters of a string, tokens of a sequence
 MAX_PRIORITY = 10  # and -10 is the least
@@ -164,7 +165,7 @@ _RANGES: tuple[tuple[str, Callable[[Generate], float], float, float, str], ...] 
         "above 0, up to 100; 1 is off",
     ),
     ("sampling.cache_window", lambda r: r.sampling.cache_window, *_WINDOW),
-    ("sampling.beam_size", lambda r: r.sampling.beam_size, 1, MAX_PAYLOADS, f"1 to {MAX_PAYLOADS}"),
+    ("sampling.beam_size", lambda r: r.sampling.beam_size, 1, MAX_BEAMS, f"1 to {MAX_BEAMS}"),
 )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tinyloop_serve.dispatcher import guards
 from tinyloop_serve.dispatcher.config import FEATURES, Config, load
@@ -127,6 +128,17 @@ def test_a_handle_that_does_not_fit_the_request(
 def test_a_handle_that_fits() -> None:
     sampling = Sampling(loops=8, cache_mode="int8")
     guards.check_handle(Generate("a", handle="h"), "resume", HELD, sampling)
+
+
+def test_what_the_engine_would_refuse_never_gets_into_a_batch() -> None:
+    with pytest.raises(ModeRefused, match="does not sample") as refused:
+        guards.check(asked(beam_size=2, temperature=0.5), PROMPT, MODEL, config())
+    assert refused.value.field == "sampling.temperature"
+    known, unknown = ((1, MODEL.vocab_size + more) for more in (-1, 0))
+    guards.check(replace(asked(), stop_tokens=(known,)), PROMPT, MODEL, config())
+    with pytest.raises(InvalidRequest, match="0 to 99") as caught:
+        guards.check(replace(asked(), stop_tokens=(known, unknown)), PROMPT, MODEL, config())
+    assert (caught.value.field, caught.value.value) == ("stop_tokens", str(unknown))
 
 
 def test_limits_of_the_model() -> None:

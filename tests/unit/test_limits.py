@@ -32,7 +32,7 @@ NUMBERS = [
     ("sampling.min_p", [0.0, 1.0], [-0.1, 1.1]),
     ("sampling.repetition_penalty", [2.0**-126, 1.0, 100.0], [0.0, -1.0, 100.1]),
     ("sampling.cache_window", [0, 2**31 - 1], [-1, 2**31]),
-    ("sampling.beam_size", [1, limits.MAX_PAYLOADS], [0, -1, limits.MAX_PAYLOADS + 1]),
+    ("sampling.beam_size", [1, limits.MAX_BEAMS], [0, -1, limits.MAX_BEAMS + 1]),
     ("sampling.cache_mode", list(limits.CACHE_MODES), ["", "fp8", "FP16"]),
     ("id", ["a", "x" * 64, "grüße 1"], ["", "x" * 65, "a\0", "a\n", "\ud800"]),
 ]
