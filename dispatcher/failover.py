@@ -178,8 +178,8 @@ class Failover(Holdings):
         self._drain_on(now)
         self._expire_handles(now)
         self._lose_patience(now)
-        if self._learning_until < now:
-            self._learning_until = NEVER
+        if not self._learned and now >= self._learning_until:
+            self._learned = True
             self._again(now)
         self._out += [Send(endpoint, messages.Ping(n)) for endpoint, n in self.replicas.ping(now)]
 

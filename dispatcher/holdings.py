@@ -29,6 +29,7 @@ class Holdings(Orders):
         self._loose_at: deque[tuple[float, Request]] = deque()  # when each has waited enough for its replica
         self._later: list[tuple[bytes, str, Asked]] = []  # about handles that we may yet learn of
         self._learning_until = now + config.replica_wait_ms / 1000
+        self._learned = False  # that time is over, and what waited for it was told
 
     # ------------------------------------------------------------------ requests
 

@@ -247,3 +247,14 @@ def test_a_client_that_leaves_takes_what_is_still_being_built_with_it() -> None:
     assert said(bench.client(ALICE, Goodbye()), R0, Drop) == [Drop((build.handle,))]
     bench.replica(R0, Built(build.handle, 10))
     assert len(bench.core.handles) == 0 and bench.core.replicas[R0].ledger.handles == 0
+
+
+def test_what_waits_for_replicas_that_never_come_is_told_that_its_handle_is_lost() -> None:
+    bench = Bench(ready=1, replica_wait_ms=3000)
+    bench.client(ALICE, ask("q", handle="unknown"))
+    bench.client(ALICE, RenewHandle("r", "unknown"))
+    assert said(bench.wait(2.9), ALICE, Failed) == []
+    failed = said(bench.wait(0.5), ALICE, Failed)
+    assert {(each.id, each.code) for each in failed} == {("q", "handle_lost"), ("r", "handle_lost")}
+    (refused,) = said(bench.client(ALICE, ask("late", handle="unknown")), ALICE, Failed)
+    assert refused.code == "handle_lost"
