@@ -217,10 +217,16 @@ class Core(Operator):
             sampling = guards.check(asked, prompt, model, self._config)
             if request.basis is not None:
                 guards.check_handle(asked, request.basis.kind, request.basis, sampling)
-            budgets = self.replicas.budgets(request.model)
-            refuse_what_never_fits(budgets, sampling, request.positions)
         except errors.TinyLoopError as error:
             self._fail(request, error, now)
+            return
+        try:
+            refuse_what_never_fits(self.replicas.budgets(request.model), sampling, request.positions)
+        except errors.LimitExceeded as error:
+            if self._learning(now):  # one with more memory may have yet to announce itself
+                request.state = State.HELD
+            else:
+                self._fail(request, error, now)
             return
         self._choose_handle(request, sampling, now)
         single = request.alone or asked.method != "plain" or request.held is not None

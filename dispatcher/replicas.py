@@ -223,8 +223,12 @@ class Replicas:
         return shape, unanswered
 
     def budgets(self, fingerprint: str) -> list[Budget | None]:
-        """Of those that serve this model."""
-        return [each.ledger.budget for each in self if each.alive and each.fingerprint == fingerprint]
+        """Of those that serve this model, or may come back with it, as each announced it last."""
+        return [
+            each.ready.budget
+            for each in self
+            if each.ready and each.fingerprint == fingerprint and not (each.refused or each.leaving)
+        ]
 
     def may_hold(self, request: Request) -> bool:
         """Whether one in rotation serves its model and has the memory for it."""

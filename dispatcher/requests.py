@@ -4,8 +4,9 @@
 event. This file must not know sockets, messages' encoding or the policy.
 
     state       what it waits for                  left by
-    HELD        the model, or news of its handle   TOKENIZING, WAITING, end
-    TOKENIZING  token ids of a text                WAITING, end; HELD (another model)
+    HELD        the model, news of its handle,     TOKENIZING, WAITING, end
+                or a replica that could hold it
+    TOKENIZING  token ids of a text                WAITING, end; HELD
     WAITING     its turn; it is in a bucket        RUNNING, end; HELD (another model)
     RUNNING     its tokens; a lane of a replica    end; WAITING (the replica was lost)
 """

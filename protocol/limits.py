@@ -224,6 +224,8 @@ def check_announced(message: Ready | Built) -> None:
         for name in ("memory_bytes", "weight_bytes", "cache_bytes", "handle_bytes", "max_handles"):
             _sane(f"Ready.budget.{name}", getattr(budget, name) >= 0, getattr(budget, name))
         _sane("Ready.budget.window_rows", budget.window_rows >= 0, budget.window_rows)
+        unpriced = [mode for mode in CACHE_MODES if mode not in budget.costs]
+        _sane("Ready.budget.costs", not unpriced, f"none for {', '.join(unpriced)}")
         for mode, cost in budget.costs.items():
             least = min(cost.fixed, cost.per_loop, cost.round_to - 1)
             _sane(f"Ready.budget.costs.{mode}", least >= 0, cost)

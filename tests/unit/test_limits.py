@@ -178,7 +178,8 @@ def test_the_other_messages_name_the_field_too(good: Any, field: str, change: di
 
 
 MODEL = messages.ModelInfo("m", "ab", 9, 4, 8, 64)
-BUDGET = messages.Budget(9, 8, 7, 6, 5, {"fp16": messages.CacheCost(1, 2)})
+COSTS = dict.fromkeys(limits.CACHE_MODES, messages.CacheCost(1, 2))
+BUDGET = messages.Budget(9, 8, 7, 6, 5, COSTS)
 BUILD = messages.Build("h", "prefix", bytes(4), 4)
 READY = messages.Ready("r", 1, "cpu", MODEL, budget=BUDGET, handles=(messages.HeldHandle(BUILD, 9),))
 
@@ -192,8 +193,9 @@ READY = messages.Ready("r", 1, "cpu", MODEL, budget=BUDGET, handles=(messages.He
             for name in ("memory_bytes", "weight_bytes", "cache_bytes", "handle_bytes", "max_handles")
         ),
         replace(READY, budget=replace(BUDGET, window_rows=-1)),
-        replace(READY, budget=replace(BUDGET, costs={"fp16": messages.CacheCost(1, -1)})),
-        replace(READY, budget=replace(BUDGET, costs={"fp16": messages.CacheCost(1, 1, 0)})),
+        replace(READY, budget=replace(BUDGET, costs=COSTS | {"fp16": messages.CacheCost(1, -1)})),
+        replace(READY, budget=replace(BUDGET, costs=COSTS | {"fp16": messages.CacheCost(1, 1, 0)})),
+        replace(READY, budget=replace(BUDGET, costs={"fp16": messages.CacheCost(1, 2)})),
         replace(READY, handles=(messages.HeldHandle(BUILD, -1),)),
         replace(READY, handles=(messages.HeldHandle(replace(BUILD, handle="")),)),
         replace(READY, handles=(messages.HeldHandle(replace(BUILD, prompt=bytes(3))),)),
