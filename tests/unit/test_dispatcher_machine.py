@@ -5,8 +5,9 @@ drain, attach, detach and change the model; a dispatcher that is itself restarte
 A fake replica's tokens are a function of model, prompt, seed and position, so what a client has received can
 be compared with an undisturbed run. Checked after each event: no request has had more than one terminal;
 tokens arrive as 0, 1, 2 ... without gap or repetition, and are the right ones; nothing was sent to a client
-that left; a replica had its credit when it got a Run, was in rotation and holds what the books say; no
-handle serves another tenant; within bucket and tenant the first comes first; the books agree (`Core.check`).
+that left, and nothing is decoded for it; a replica had its credit when it got a Run, was in rotation, has the
+memory for it and holds what the books say, to the byte; no handle serves another tenant; a tenant's limits
+and every deadline are kept; within bucket and tenant the first comes first; the books agree (`Core.check`).
 At the end of every history each request has had exactly one terminal and no handle is left.
 """
 
@@ -69,6 +70,7 @@ TENANT_OF = {b"alice": "local", b"bob": "guest", b"carol": "guest"}
 CLIENTS = tuple(TENANT_OF)
 IDS = ("q1", "q2", "q3", "q4", "q5")
 MAX_HANDLES = 2
+GUESTS_RUN = 2
 MODELS = [
     ModelInfo("demo", letter * 64, vocab_size=100, loops=4, max_loops=8, max_seq_len=64) for letter in "ab"
 ]
@@ -110,11 +112,9 @@ CONFIG = load(
         "stall_ms": 20_000,
         "poison_losses": 3,
         "max_lease_ms": 5000,
-        "tenants": {"guest": {"max_running": 2, "max_handles": 3, "max_priority": 0}},
+        "tenants": {"guest": {"max_running": GUESTS_RUN, "max_handles": 3, "max_priority": 0}},
     }
 )
-PATIENCE_S = 5.0
-
 Open = tuple[bytes, str]
 
 
@@ -122,6 +122,13 @@ def answer(model: str, prompt: bytes, seed: int, count: int) -> list[int]:
     """What an undisturbed run gives."""
     start = ord(model[0]) + sum(prompt) * 7 + seed * 13
     return [(start + 31 * position) % 90 for position in range(count)]
+
+
+def cache_bytes(sampling: Sampling, prompt: bytes, max_tokens: int) -> int:
+    """What the decode cache of a request takes."""
+    rounded = -(-(len(prompt) // 4 + max_tokens) // 16) * 16
+    sets = 2 * sampling.beam_size if sampling.beam_size > 1 else 1
+    return rounded * (1 + sampling.loops) * sets
 
 
 @dataclass
@@ -143,7 +150,14 @@ class FakeReplica:
     inbox: list[Build | Drop] = field(default_factory=list)
     store: dict[str, Build] = field(default_factory=dict)  # least recently used first
 
+    @property
+    def taken(self) -> int:
+        """Bytes of its decode caches."""
+        lanes = self.run.lanes if self.run else ()
+        return sum(cache_bytes(self.run.sampling, lane.prompt, lane.max_tokens) for lane in lanes if self.run)
+
     def idle_again(self) -> None:
+        """What it was doing is void."""
         self.run, self.lanes, self.made, self.cancelled, self.inbox = None, {}, {}, set(), []
 
     def die(self) -> None:
@@ -191,6 +205,8 @@ class Dispatcher(RuleBasedStateMachine):
         self.prompts: dict[Open, bytes] = {}  # as a replica got it
         self.owner: dict[int, Open] = {}  # key -> whose request it is
         self.names: dict[str, tuple[str, bool]] = {}  # handle -> tenant, shared
+        self.due: dict[Open, float] = {}  # deadlines
+        self.runs: list[Run] = []  # of this dispatcher
         self.calls = 0
         self.calm = 3  # steps since something broke
 
@@ -246,6 +262,7 @@ class Dispatcher(RuleBasedStateMachine):
         self.open[which] = asked
         self.got[which], self.sources[which] = list(have or []), set(sources or ())
         self.prompts.pop(which, None)
+        self.due[which] = self.now + (getattr(asked, "deadline_ms", 0) / 1000 or 1e9)
         self.look(self.core.client_says(client, TENANT_OF[client], asked, self.now))
 
     @rule(client=st.sampled_from(CLIENTS), id=st.sampled_from(IDS))
@@ -354,6 +371,21 @@ class Dispatcher(RuleBasedStateMachine):
             count = data.draw(st.integers(1, 3))
             self.speak(replica, which, count, gives_up=data.draw(st.integers(0, 15)) == 15)
 
+    @precondition(lambda self: self.over())
+    @rule(data=st.data(), endpoint=st.sampled_from(ENDPOINTS))
+    def speak_of_what_is_over(self, data: st.DataObject, endpoint: str) -> None:
+        """A message that was on its way when its run ended, or its replica was lost."""
+        run = data.draw(st.sampled_from(self.over()))
+        keys = tuple(lane.key for lane in run.lanes)
+        bodies = tuple(TO_CLIENT.encode_body(Done(lane.id, "eos")) for lane in run.lanes)
+        count = len(keys)
+        step = Step(run.run, keys, (0,) * count, (True,) * count, idle=data.draw(st.booleans()))
+        assert self.core.replica_says(endpoint, step, bodies, self.now) == []
+
+    def over(self) -> list[Run]:
+        going_on = [replica.run for replica in self.replicas.values()]
+        return [run for run in self.runs[-6:] if run not in going_on]
+
     @rule()
     def finish(self) -> None:
         for replica in self.busy():
@@ -447,6 +479,8 @@ class Dispatcher(RuleBasedStateMachine):
             self.look(sends)
             self.answer_pings(sends, mute)
             assert (turns := turns + 1) < 300, "it wakes for nothing"
+        late = [which for which in self.open if self.due.get(which, end) < end]
+        assert not late, "a deadline ends a request wherever it is"
 
     @upset
     @rule()
@@ -459,6 +493,7 @@ class Dispatcher(RuleBasedStateMachine):
         self.core = self.new_core()
         self.draining.clear()
         self.texts.clear()
+        self.runs.clear()
         open, self.open = self.open, {}
         for replica in self.replicas.values():
             replica.connected = False
@@ -638,6 +673,9 @@ class Dispatcher(RuleBasedStateMachine):
                     replica.store[lane.handle] = replica.store.pop(lane.handle)
             self.first_come(replica, lane)
         replica.run = run
+        self.runs.append(run)
+        budget = BUDGETS[replica.endpoint]
+        assert budget is None or replica.taken <= budget.cache_bytes, "it has the memory"
         replica.lanes = {lane.key: lane for lane in run.lanes}
         replica.made = {lane.key: len(lane.done) // 4 for lane in run.lanes}
 
@@ -652,8 +690,7 @@ class Dispatcher(RuleBasedStateMachine):
                 suits = other.model == mine.model and other.sticky in ("", replica.endpoint)
                 earlier = (not other.begun, other.key) < (not mine.begun, mine.key)
                 if same and suits and earlier:
-                    size = -(-other.positions // 16) * 16 * (1 + bucket.shape.sampling.loops)
-                    size *= 2 * bucket.shape.sampling.beam_size if bucket.shape.sampling.beam_size > 1 else 1
+                    size = cache_bytes(bucket.shape.sampling, other.prompt, other.asked.max_tokens)
                     assert budget and size > budget.cache_bytes, "first come, first served"
 
     @invariant()
@@ -662,8 +699,19 @@ class Dispatcher(RuleBasedStateMachine):
         self.core.check(self.now)
         live = {(request.client, request.id) for request in self.core.requests.live()}
         assert live == {which for which, asked in self.open.items() if isinstance(asked, Generate)}
+        guests = [r for r in self.core.requests.live() if r.tenant == "guest"]
+        assert sum(bool(request.replica) for request in guests) <= GUESTS_RUN
+        assert all(request.priority <= 0 for request in guests)
         for replica in self.replicas.values():
-            if replica.connected and not replica.inbox:
+            if not replica.connected:
+                continue
+            for key in set(replica.lanes) - replica.cancelled:
+                request = self.core.requests.get(key)
+                assert request and not request.cancelled, "nothing is decoded for nobody"
+                assert request.replica == replica.endpoint, "nor twice"
+            ledger = self.core.replicas[replica.endpoint].ledger
+            assert ledger.cache_bytes == (replica.taken if ledger.budget else 0), "to the byte"
+            if not replica.inbox:
                 held = {h.name for h in self.core.handles.held_by(replica.endpoint)}
                 assert held == set(replica.store), "the replica holds what the books say"
 
