@@ -134,11 +134,18 @@ class Orders(Exits):
             sampling = guards.check(trial, prompt, self.replicas.model, self._config)
             recipe = replace(asked, prompt_text=None, prompt_tokens=prompt, loops=sampling.loops)
             guards.check_handle(trial, recipe.kind, recipe, sampling)
+            self._refuse_where_none_is_held(order)
         except errors.TinyLoopError as error:
             self._refuse_order(order, error)
         else:
             order.held.recipe, order.state = recipe, OrderState.WAITING
             self._stirred = True
+
+    def _refuse_where_none_is_held(self, order: Order) -> None:
+        budgets = self.replicas.budgets(order.held.model)
+        if budgets and not any(budget is None or budget.max_handles for budget in budgets):
+            message = "no replica holds handles: their max_handles is 0"
+            raise errors.LimitExceeded(message, field="recipe", value="1 handle", accepted="no handle")
 
     def _build_waiting(self) -> None:
         """What can be built is."""
@@ -154,6 +161,7 @@ class Orders(Exits):
             replica
             for replica in self.replicas
             if replica.in_rotation and not replica.building and replica.fingerprint == order.held.model
+            if replica.ledger.budget is None or replica.ledger.budget.max_handles
         ]
         return min(free, key=lambda replica: (replica.ledger.handles, replica.state == "busy"), default=None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tinyloop_serve.native.errors import LimitError
 from tinyloop_serve.protocol.codec import tokens_from_bytes
 from tinyloop_serve.protocol.messages import Build, HeldHandle
 
@@ -48,6 +49,8 @@ class HandleStore:
     def build(self, build: Build) -> int:
         """Makes it, where there is room for it; returns its bytes. Raises what the engine raises, and then
         nothing has changed."""
+        if not self.max_handles:
+            raise LimitError("this replica holds no handles: --max-handles is 0", accepted="no handle")
         tokens = tokens_from_bytes(build.prompt)
         if build.kind == "resume":
             made = self._engine.create_resume_handle(

@@ -13,13 +13,16 @@ from msgspec.structs import replace
 from tests.unit.test_dispatcher_core import ALICE, BOB, R0, R1, Bench, announce, ask, said
 from tinyloop_serve.protocol.messages import (
     Budget,
+    Build,
     CacheCost,
     Cancel,
     Control,
+    CreateHandle,
     Failed,
     Generate,
     GetStatus,
     Pong,
+    Recipe,
     Run,
     Sampling,
     Status,
@@ -29,9 +32,9 @@ from tinyloop_serve.protocol.messages import (
 SMALL, LARGE = 64, 192  # bytes: 16 positions at the model's 4 loops; 48
 
 
-def having(endpoint: str, size: int) -> Any:
+def having(endpoint: str, size: int, max_handles: int = 0) -> Any:
     """Its announcement."""
-    budget = Budget(1000, 0, size, 0, 0, {"fp16": CacheCost(fixed=0, per_loop=1)})
+    budget = Budget(1000, 0, size, 0, max_handles, {"fp16": CacheCost(fixed=0, per_loop=1)})
     return replace(announce(endpoint), budget=budget)
 
 
@@ -170,3 +173,14 @@ def test_one_that_is_ill_or_drains_is_waited_for_too() -> None:
     bench.replica(R1, Pong(1, health="out of memory"))
     assert bench.client(ALICE, large("1")) == []
     assert said(bench.replica(R1, Pong(2)), R1, Run)
+
+
+def test_handles_are_built_where_they_may_be_held_or_refused() -> None:
+    bench = Bench(ready=0)
+    bench.replica(R0, having(R0, SMALL))
+    wish = CreateHandle("h", Recipe("prefix", prompt_tokens=bytes(4)))
+    (refused,) = said(bench.client(ALICE, wish), ALICE, Failed)
+    assert (refused.code, refused.field) == ("limit", "recipe") and "max_handles is 0" in refused.message
+    bench.replica(R1, having(R1, SMALL, max_handles=2))
+    bench.client(ALICE, wish)
+    assert said(bench.sent, R1, Build) and not said(bench.sent, R0, Build)

@@ -182,6 +182,15 @@ def test_the_cap_is_over_all_kinds_and_the_least_recently_used_goes(bench: Bench
     assert failed.code == "limit" and failed.evicted == ("c",), "what made room is gone, whatever came of it"
 
 
+def test_a_cap_of_none_holds_none(model: Model) -> None:
+    bench = Bench(model)
+    bench.handles.max_handles = 0
+    refused = bench.built(handle="a")
+    assert refused.code == "limit" and "--max-handles is 0" in refused.message and bench.health.text == "ok"
+    assert bench.handles.held == ()
+    bench.stop()
+
+
 def test_a_handle_that_cannot_be_built_is_a_typed_refusal(bench: Bench) -> None:
     built = bench.built(handle="x", prompt=tokens_to_bytes([1] * 1000))
     assert built.code == "limit" and "1000" in built.message and bench.health.text == "ok"
