@@ -16,6 +16,8 @@ import pytest
 from tests.native import models, reference
 from tinyloop_serve.deploy import cli
 from tinyloop_serve.native import GenerateConfig, Model, artifact, devices
+from tinyloop_serve.replica import budget
+from tinyloop_serve.replica.config import parse
 
 pytestmark = pytest.mark.integration
 
@@ -54,7 +56,9 @@ def test_each_device_serves_what_the_engine_gives_alone(
         for n in range(len(PROMPTS))
     ]
     with Model(path, device="emulated:1") as model:
-        weights = model.weight_bytes
+        asked = parse(["--model", str(path), "--endpoint", "ipc:///nowhere", "--device", "emulated:1"])
+        most_loops = model.config.get("max_loops", model.config["loops"])
+        weights = budget.of(model, asked, most_loops).weight_bytes  # and work space
         alone = [
             model.generate(prompt, GenerateConfig(**shape)).tokens
             for prompt, shape in zip(PROMPTS, shapes, strict=True)
