@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from tinyloop_serve.dispatcher import audit, guards, status
+from tinyloop_serve.dispatcher import audit, guards, names, status
 from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.effects import Send
-from tinyloop_serve.dispatcher.handles import Order, unguessable
+from tinyloop_serve.dispatcher.handles import Order
 from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.ledger import lane_bytes, refuse_what_never_fits
 from tinyloop_serve.dispatcher.operator import Operator
@@ -40,9 +40,9 @@ class Core(Operator):
         *,
         name: str,
         version: str = "",
-        new_handle: Callable[[], str] = unguessable,
+        new_mark: Callable[[], str] = names.mark,
     ) -> None:
-        super().__init__(config, journal, now, new_handle)
+        super().__init__(config, journal, now, new_mark)
         self.name = name
         self.version = version
         self.started = now

@@ -15,7 +15,6 @@ This file must not know sockets, requests or what is sent to whom.
 
 from __future__ import annotations
 
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,11 +27,6 @@ from tinyloop_serve.protocol.errors import HandleLost
 from tinyloop_serve.protocol.messages import Build, HandleInfo, HeldHandle, Recipe, Sampling
 
 REMEMBERED = 4096  # ended handles whose fate is still told
-
-
-def unguessable() -> str:
-    """A new handle's name: whoever knows it was told."""
-    return secrets.token_hex(16)
 
 
 @dataclass(slots=True, eq=False)
@@ -152,10 +146,10 @@ class Handles:
         accepted = "a handle that lives, or its recipe beside it"
         return HandleLost(f"handle {name!r}: {why}", field="handle", value=name, accepted=accepted)
 
-    def once(self, name: str, tenant: str) -> Held | None:
-        """What a tenant's own handle was before it ended (without its prompt)."""
+    def once(self, name: str) -> Held | None:
+        """What the handle was before it ended (without its prompt)."""
         ended = self._ended.get(name)
-        return ended.held if ended is not None and ended.held.tenant == tenant else None
+        return ended.held if ended is not None else None
 
     def taken(self, name: str) -> bool:
         return name in self._all or name in self.orders
@@ -252,7 +246,8 @@ class Handles:
                 used=now,
                 model=model,
             )
-        if held is None or (held.recipe, held.model) != (recipe, model):
+        here_so = held and (held.tenant, held.shared, held.recipe, held.model)
+        if held is None or here_so != (build.tenant, build.shared, recipe, model):
             return False
         self.keep(held, endpoint, told.bytes)
         return True

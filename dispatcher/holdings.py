@@ -24,8 +24,8 @@ Asked = messages.RenewHandle | messages.DropHandle
 
 
 class Holdings(Orders):
-    def __init__(self, config: Config, journal: Journal, now: float, new_handle: Callable[[], str]) -> None:
-        super().__init__(config, journal, now, new_handle)
+    def __init__(self, config: Config, journal: Journal, now: float, new_mark: Callable[[], str]) -> None:
+        super().__init__(config, journal, now, new_mark)
         self._loose_at: deque[tuple[float, Request]] = deque()  # when each has waited enough for its replica
         self._later: list[tuple[bytes, str, Asked]] = []  # about handles that we may yet learn of
         self._learning_until = now + config.replica_wait_ms / 1000

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from tinyloop_serve.dispatcher import guards
+from tinyloop_serve.dispatcher import guards, names
 from tinyloop_serve.dispatcher.config import Config
 from tinyloop_serve.dispatcher.effects import TOKENIZER, Send, Tokenize
 from tinyloop_serve.dispatcher.exits import Exits
@@ -24,10 +24,10 @@ LEASE_MS = 600_000  # of a handle that is built again and whose own is not known
 
 
 class Orders(Exits):
-    def __init__(self, config: Config, journal: Journal, now: float, new_handle: Callable[[], str]) -> None:
+    def __init__(self, config: Config, journal: Journal, now: float, new_mark: Callable[[], str]) -> None:
         super().__init__(config, journal, now)
         self.draining = False  # nothing new is taken
-        self._new_handle = new_handle  # a name
+        self._new_mark = new_mark  # of a handle's name
         self._texts: dict[int, Request | Order] = {}  # what is at the tokenizer, by job
         self._next_job = 1
 
@@ -40,7 +40,7 @@ class Orders(Exits):
             self._refuse(client, asked.id, error)
         else:
             held = Held(
-                self._new_handle(),
+                names.name(self._new_mark(), tenant),
                 tenant,
                 asked.recipe,
                 shared=asked.shared,
@@ -52,15 +52,18 @@ class Orders(Exits):
             self._order(Order(held, asked.recipe, client, asked.id, now), now)
 
     def _order_again(self, request: Request, now: float) -> None:
-        """The handle that the request named is gone, and its recipe is here: it is built for the next one."""
+        """The tenant's own handle that the request named is gone, and its recipe is here: it is built for the
+        next one. What other tenants have is of no account: they have no such name."""
         name, recipe = request.asked.handle, request.basis
-        if request.asked.recipe is None or recipe is None or self.handles.taken(name):
+        if request.asked.recipe is None or recipe is None or not names.belongs(name, request.tenant):
+            return
+        if self.handles.taken(name):
             return
         try:
             self._refuse_too_many(request.tenant)
         except errors.TinyLoopError:
             return  # the request itself does without
-        was = self.handles.once(name, request.tenant)
+        was = self.handles.once(name)
         held = Held(
             name,
             request.tenant,

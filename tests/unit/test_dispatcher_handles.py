@@ -7,10 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.test_dispatcher_core import ALICE, BOB, R0, R1, Bench, announce, ask, said
+from tinyloop_serve.dispatcher import names
 from tinyloop_serve.dispatcher.effects import TOKENIZER, Send, Tokenize
 from tinyloop_serve.protocol.codec import tokens_to_bytes
+from tinyloop_serve.protocol.errors import InvalidRequest
 from tinyloop_serve.protocol.messages import (
     Build,
     Built,
@@ -258,3 +261,235 @@ def test_what_waits_for_replicas_that_never_come_is_told_that_its_handle_is_lost
     assert {(each.id, each.code) for each in failed} == {("q", "handle_lost"), ("r", "handle_lost")}
     (refused,) = said(bench.client(ALICE, ask("late", handle="unknown")), ALICE, Failed)
     assert refused.code == "handle_lost"
+
+
+# ------------------------------------------------------------------ two tenants
+
+
+NEVER_WAS = names.name("0" * 32, "local")
+OTHER = Recipe("prefix", prompt_tokens=tokens_to_bytes([9]))
+
+
+def unnamed(sends: list[Send], name: str) -> str:
+    """As it would read if it were about a handle that never was."""
+    return repr(sends).replace(name, NEVER_WAS)
+
+
+@pytest.mark.parametrize("has", ["lives", "being made", "dropped", "evicted", "lost"])
+def test_a_recipe_does_not_tell_a_guest_what_another_tenant_has_or_had(has: str) -> None:
+    heard = []
+    for name in ("", NEVER_WAS):
+        bench = Bench(replicas=(R0,))
+        if name:
+            pass
+        elif has == "being made":
+            bench.client(ALICE, CreateHandle("make", recipe()))
+            name = said(bench.sent, R0, Build)[0].handle
+        else:
+            name = made(bench)
+            if has == "dropped":
+                bench.client(ALICE, DropHandle("d", name))
+            elif has == "evicted":
+                bench.replica(R0, Built("another", 10, evicted=(name,)))
+            elif has == "lost":
+                bench.gone(R0)
+        if has == "lost":
+            bench.replica(R0, announce(R0))
+        told = unnamed(as_guest(bench, ask("q", handle=name, recipe=OTHER)), name)
+        told += unnamed(bench.finish(), name)
+        for message in (ListHandles("l"), RenewHandle("r", name), DropHandle("d", name)):
+            told += unnamed(as_guest(bench, message), name)
+        told += unnamed(as_guest(bench, ask("q", handle=name)), name)
+        assert "Build" not in told and "there is no such handle" in told
+        heard.append(told)
+    assert heard[0] == heard[1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_guest_cannot_take_the_name_of_a_handle_that_is_gone(known: bool) -> None:
+    bench = Bench()
+    name = NEVER_WAS  # as it is to a dispatcher that was restarted
+    if known:
+        name = made(bench, shared=True, detached=True)
+        bench.client(ALICE, DropHandle("d", name))
+    as_guest(bench, ask("q", handle=name, recipe=OTHER))
+    bench.finish()
+    assert not bench.core.handles.orders
+    sends = bench.client(ALICE, ask("q", handle=name, recipe=recipe()))
+    (build,) = said(sends, R0, Build)
+    assert (build.handle, build.tenant, build.prompt) == (name, "local", HEAD)
+    assert (build.shared, build.detached) == (known, known)  # what it was is not forgotten
+    bench.finish()
+    bench.replica(R0, Built(name, 10))
+    assert said(bench.client(ALICE, ask("q", handle=name)), R0, Run)[0].lanes[0].handle == name
+
+
+def test_nobody_takes_the_name_of_an_operators_scaffold_before_its_replica_comes() -> None:
+    bench = Bench(ready=1)
+    build = Build("scaffold-1", "scaffold", HEAD, loops=4, shared=True, detached=True, lease_ms=0)
+    as_guest(bench, ask("q", handle=build.handle, recipe=OTHER))
+    assert not said(bench.sent, R0, Build)
+    assert not said(bench.replica(R1, holding(R1, build)), R1, Drop)
+    (lane,) = said(bench.client(ALICE, ask("q")), R1, Run)[0].lanes
+    assert lane.handle == build.handle
+
+
+def test_how_it_ended_is_told_to_its_tenant_alone() -> None:
+    bench = Bench(ready=2)
+    name = made(bench)
+    bench.client(ALICE, DropHandle("d", name))
+    (own,) = said(bench.client(ALICE, RenewHandle("r", name)), ALICE, Failed)
+    (guests,) = said(as_guest(bench, RenewHandle("r", name)), BOB, Failed)
+    assert "it was dropped" in own.message and guests.message == f"handle {name!r}: there is no such handle"
+
+
+# ------------------------------------------------------------------ what replicas hold from before
+
+
+def holding(endpoint: str, *builds: Build) -> Ready:
+    held = tuple(HeldHandle(build, 10) for build in builds)
+    return replace(announce(endpoint), handles=held)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tenant": "guest"}, {"shared": True}, {"prompt": HEAD * 2}, {"loops": 2}]
+)
+def test_two_replicas_that_disagree_on_a_handle_are_not_both_believed(fields: Any) -> None:
+    bench = Bench(ready=0)
+    build = Build("h", "prefix", HEAD, loops=4, tenant="local")
+    bench.replica(R0, holding(R0, build))
+    assert said(bench.replica(R1, holding(R1, replace(build, **fields))), R1, Drop) == [Drop(("h",))]
+    assert said(bench.replica(R1, holding(R1, build)), R1, Drop) == []
+    (listed,) = said(bench.client(ALICE, ListHandles("l")), ALICE, Handles)
+    assert [(info.handle, info.mine, info.shared) for info in listed.handles] == [("h", True, False)]
+    assert said(as_guest(bench, ListHandles("l")), BOB, Handles) == [Handles("l", ())]
+
+
+def test_a_replica_that_comes_back_with_what_is_being_built_again_drops_it() -> None:
+    bench = Bench(ready=2)
+    name = made(bench)
+    (build,) = said(bench.sent, R0, Build)
+    bench.gone(R0)
+    assert said(bench.client(ALICE, ask("q", handle=name, recipe=recipe())), R1, Build)
+    assert said(bench.replica(R0, holding(R0, build)), R0, Drop) == [Drop((name,))]
+    bench.replica(R1, Built(name, 10))
+    (held,) = bench.core.handles
+    assert list(held.holders) == [R1]
+
+
+def test_a_client_that_left_is_not_answered_when_its_handle_is_learned_of() -> None:
+    bench = Bench(ready=0)
+    bench.replica(R1, announce(R1))
+    assert bench.client(ALICE, DropHandle("d", "h")) == []
+    bench.client(ALICE, Goodbye())
+    sends = bench.replica(R0, holding(R0, Build("h", "prefix", HEAD, loops=4, tenant="local")))
+    assert not said(sends, R0, Drop) and not [send for send in sends if send.peer == ALICE]
+    assert [held.name for held in bench.core.handles] == ["h"]
+
+
+# ------------------------------------------------------------------ leases and owners
+
+
+def test_a_lease_does_not_pay_for_the_dispatchers_own_pause() -> None:
+    bench = Bench()
+    name = made(bench, lease_ms=1000)
+    bench.now += 5
+    assert said(bench.tick(), R0, Drop) == []
+    assert said(bench.wait(1.5), R0, Drop) == [Drop((name,))]
+
+
+def test_a_handle_without_a_lease_stays() -> None:
+    bench = Bench(ready=0)
+    bench.replica(R0, holding(R0, Build("h", "scaffold", HEAD, loops=4, shared=True, lease_ms=0)))
+    assert said(bench.wait(5), R0, Drop) == [] and len(bench.core.handles) == 1
+
+
+def test_a_client_that_connected_anew_takes_its_handles_along() -> None:
+    bench = Bench()
+    name = made(bench)
+    bench.client(BOB, RenewHandle("r", name))  # its new connection
+    assert said(bench.client(ALICE, Goodbye()), R0, Drop) == []
+    assert said(bench.client(BOB, Goodbye()), R0, Drop) == [Drop((name,))]
+
+
+# ------------------------------------------------------------------ building
+
+
+def test_a_replica_builds_one_at_a_time() -> None:
+    bench = Bench()
+    assert len(said(bench.client(ALICE, CreateHandle("1", recipe())), R0, Build)) == 1
+    assert said(bench.client(ALICE, CreateHandle("2", recipe())), R0, Build) == []
+    first = said(bench.sent, R0, Build)[0].handle
+    assert len(said(bench.replica(R0, Built(first, 10)), R0, Build)) == 1
+
+
+@pytest.mark.parametrize("code", ["", "engine"])
+def test_the_late_answer_of_a_former_builder_is_not_the_handle(code: str) -> None:
+    bench = Bench(ready=2)
+    bench.client(ALICE, CreateHandle("1", recipe()))
+    (build,) = said(bench.sent, R0, Build)
+    assert said(bench.gone(R0), R1, Build) == [build]
+    sends = bench.replica(R0, Built(build.handle, 10, code=code))
+    assert sends == ([] if code else [Send(R0, Drop((build.handle,)))])
+    (answer,) = said(bench.replica(R1, Built(build.handle, 10)), ALICE, Handle)
+    assert (answer.id, answer.info.replica) == ("1", "r1")
+
+
+@pytest.mark.parametrize("spelled", [True, False])
+def test_a_text_waits_for_a_replica_and_its_tokenizer(spelled: bool) -> None:
+    bench = Bench(ready=0)
+    assert bench.client(ALICE, CreateHandle("1", Recipe("prefix", prompt_text="head"))) == []
+    (send,) = [s for s in bench.replica(R0, announce(R0)) if isinstance(s.message, Tokenize)]
+    assert (send.message.text, send.message.bos) == ("head", True)
+    result = HEAD if spelled else InvalidRequest("no tokenizer", field="prompt_text")
+    sends = bench._after(bench.core.tokenized(send.message.key, result, bench.now))
+    if spelled:
+        assert [build.prompt for build in said(sends, R0, Build)] == [HEAD]
+    else:
+        (failed,) = said(sends, ALICE, Failed)
+        assert (failed.id, failed.code, failed.field) == ("1", "invalid", "prompt_text")
+        assert not bench.core.handles.orders
+
+
+def test_a_recipe_of_text_is_tokenized_before_the_request_and_is_its_prompts_beginning() -> None:
+    bench = Bench()
+    head = Recipe("prefix", prompt_text="head")
+    sends = bench.client(
+        ALICE, Generate("q", prompt_text=" tail", handle=NEVER_WAS, recipe=head, max_tokens=8)
+    )
+    assert said(sends, TOKENIZER, Tokenize) == [Tokenize(1, "head", bos=True)]
+    sends = bench._after(bench.core.tokenized(1, HEAD, bench.now))
+    assert said(sends, TOKENIZER, Tokenize) == [Tokenize(2, " tail", bos=False)]
+    sends = bench._after(bench.core.tokenized(2, tokens_to_bytes([7]), bench.now))
+    assert said(sends, R0, Run)[0].lanes[0].prompt == tokens_to_bytes([1, 2, 7])
+    assert [(build.handle, build.prompt) for build in said(sends, R0, Build)] == [(NEVER_WAS, HEAD)]
+
+
+# ------------------------------------------------------------------ scaffolds
+
+
+@pytest.mark.parametrize("lengths", [(1, 2), (2, 1)])
+def test_the_longest_scaffold_goes_first_whichever_was_made_first(lengths: tuple[int, ...]) -> None:
+    bench = Bench()
+    called = {}
+    for length in lengths:
+        head = Recipe("scaffold", prompt_tokens=tokens_to_bytes(range(1, 1 + length)))
+        (build,) = said(bench.client(ALICE, CreateHandle("make", head)), R0, Build)
+        bench.replica(R0, Built(build.handle, 10))
+        called[length] = build.handle
+    assert said(bench.client(ALICE, ask("q")), R0, Run)[0].lanes[0].handle == called[2]
+
+
+PLAIN_ONLY = [
+    {"method": "speculative"},
+    {"method": "tree_speculative"},
+    {"sampling": Sampling(beam_size=2)},
+    {"sampling": Sampling(cache_window=8)},
+]
+
+
+@pytest.mark.parametrize("fields", PLAIN_ONLY)
+def test_a_request_that_no_handle_can_serve_takes_no_scaffold(fields: Any) -> None:
+    bench = Bench()
+    made(bench, kind="scaffold")
+    assert said(bench.client(ALICE, ask("q", **fields)), R0, Run)[0].lanes[0].handle == ""

@@ -193,7 +193,7 @@ class Dispatcher(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.source = 100.0, ""
-        self.new_handle = map("h{:03}".format, itertools.count()).__next__
+        self.new_mark = map("h{:03}".format, itertools.count()).__next__
         self.core = self.new_core()
         self.replicas = {endpoint: FakeReplica(endpoint) for endpoint in ENDPOINTS}
         self.replicas[ENDPOINTS[2]].linked = False
@@ -211,7 +211,7 @@ class Dispatcher(RuleBasedStateMachine):
         self.calm = 3  # steps since something broke
 
     def new_core(self) -> Core:
-        return Core(CONFIG, Journal(lambda line: None), self.now, name="d", new_handle=self.new_handle)
+        return Core(CONFIG, Journal(lambda line: None), self.now, name="d", new_mark=self.new_mark)
 
     # -------------------------------------------------------------- clients
 
@@ -635,6 +635,8 @@ class Dispatcher(RuleBasedStateMachine):
             case Build() | Drop():
                 assert replica.connected
                 if isinstance(message, Build):  # a lost one may be built again for whoever has its recipe
+                    tenant, _ = self.names.setdefault(message.handle, (message.tenant, message.shared))
+                    assert message.tenant == tenant, "no name becomes another tenant's"
                     self.names[message.handle] = (message.tenant, message.shared)
                 replica.inbox.append(message)
                 if not any(isinstance(each, Build) for each in replica.inbox):
