@@ -230,7 +230,7 @@ class Core(Operator):
             return
         self._choose_handle(request, sampling, now)
         single = request.alone or asked.method != "plain" or request.held is not None
-        request.state = State.WAITING
+        request.state, request.unfit_since = State.WAITING, now
         request.shape = self.buckets.shape_of(sampling, asked.max_tokens, single=single)
         self.buckets.put(request)
         self._stirred = True

@@ -126,7 +126,7 @@ class Failover(Holdings):
         self._journal.event("failover", id=request.id, client=request.client.hex(), **where)
         self.buckets.refund(request.tenant, request.cost)
         self.admission.came_back(request.tenant)
-        self.requests.come_back(request)
+        self.requests.come_back(request, now)
         assert request.shape is not None
         request.shape = request.shape._replace(single=True)
         self.buckets.put(request)
@@ -194,25 +194,32 @@ class Failover(Holdings):
             if model not in absent:
                 absent[model] = self.replicas.absent_since(model)
             if (since := absent[model]) is None:
-                self._outgrown(request, now)
                 continue
+            request.unfit_since = now
             hopeless = bool(model) and not self.replicas.may_return(model)
             if hopeless or now - max(since, request.arrived) >= patience_s:
                 self._fail(request, self._nobody(request, hopeless), now)
+        for bucket in list(self.buckets):
+            may_hold: dict[tuple[str, int], bool] = {}  # one answer for all that are alike: many may wait
+            for request in list(bucket):
+                size = request.model, request.positions
+                if size not in may_hold:
+                    may_hold[size] = self.replicas.may_hold(request)
+                if may_hold[size]:
+                    request.unfit_since = now
+                elif now - request.unfit_since >= patience_s:
+                    self._outgrown(request, now)
 
     def _outgrown(self, request: Request, now: float) -> None:
         """Those who had room for it may have left for good, and only smaller ones be there."""
-        patience_s = self._config.replica_wait_ms / 1000
-        if request.shape is None or now - request.arrived < patience_s or self.replicas.may_hold(request):
-            request.unfit_since = now
-        elif now - request.unfit_since >= patience_s:
-            try:
-                budgets = self.replicas.budgets(request.model)
-                refuse_what_never_fits(budgets, request.shape.sampling, request.positions)
-            except errors.LimitExceeded as error:
-                self._fail(request, error, now)
-            else:  # it would fit one that is not in rotation
-                self._fail(request, errors.Unavailable(self.replicas.why_none()), now)
+        assert request.shape is not None
+        try:
+            budgets = self.replicas.budgets(request.model)
+            refuse_what_never_fits(budgets, request.shape.sampling, request.positions)
+        except errors.LimitExceeded as error:
+            self._fail(request, error, now)
+        else:  # it would fit one that is not in rotation
+            self._fail(request, errors.Unavailable(self.replicas.why_none()), now)
 
     def _nobody(self, request: Request, hopeless: bool) -> errors.TinyLoopError:
         if not request.failovers:

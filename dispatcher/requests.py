@@ -63,7 +63,7 @@ class Request:
     started: float = 0.0
     size: int = 1  # of its batch
     uses: str = ""  # the handle that saved its last run work
-    unfit_since: float = 0.0  # WAITING for long: when a replica in rotation could last hold it
+    unfit_since: float = 0.0  # WAITING: when it began to, or a replica in rotation could last hold it
     cancelled: bool = False  # the client asked; the replica has yet to answer
 
     # what its client has, to go on from when a replica is lost
@@ -184,10 +184,10 @@ class Requests:
         request.state, request.replica, request.sticky = State.RUNNING, replica, ""
         request.started = request.started or now
 
-    def come_back(self, request: Request) -> None:
+    def come_back(self, request: Request, now: float) -> None:
         """Its replica is lost to it: it waits again, to run alone and without a handle."""
         request.state, request.replica, request.held = State.WAITING, "", None
-        request.alone = True
+        request.alone, request.unfit_since = True, now
         request.failovers += 1
 
     def get(self, key: int) -> Request | None:

@@ -184,3 +184,33 @@ def test_handles_are_built_where_they_may_be_held_or_refused() -> None:
     bench.replica(R1, having(R1, SMALL, max_handles=2))
     bench.client(ALICE, wish)
     assert said(bench.sent, R1, Build) and not said(bench.sent, R0, Build)
+
+
+def test_an_answer_that_lost_the_only_replica_with_room_for_it_waits_for_its_successor() -> None:
+    """However long it has run before, and though a smaller one is there."""
+    bench = Bench(ready=0, replica_wait_ms=3000)
+    bench.replica(R0, having(R0, SMALL))
+    bench.replica(R1, having(R1, LARGE))
+    bench.client(ALICE, large("large"))
+    for _ in range(20):  # its engine moves on
+        bench.steps += 1
+        bench.wait(0.5)
+    bench.gone(R1, "killed")
+    assert said(bench.wait(2.9), ALICE, Failed) == []
+    assert [lane.id for lane in said(bench.replica(R1, having(R1, LARGE)), R1, Run)[0].lanes] == ["large"]
+
+
+def test_whether_one_has_room_is_asked_once_for_all_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(ready=0, max_waiting=1000)
+    bench.replica(R0, having(R0, LARGE))
+    for number in range(300):
+        bench.client(ALICE, ask(str(number), prompt=3 + number % 2))
+    asked: list[Any] = []
+    may_hold = bench.core.replicas.may_hold
+    monkeypatch.setattr(
+        bench.core.replicas, "may_hold", lambda request: asked.append(request) or may_hold(request)
+    )
+    bench.core.check = lambda now: None  # type: ignore[method-assign]
+    bench.now += 11.0  # longer than `replica_wait_ms`: a walk through all of them
+    bench.core.tick(bench.now)
+    assert len(asked) == 2
