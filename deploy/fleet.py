@@ -17,18 +17,16 @@ import fcntl
 import os
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO
 
 from tinyloop_serve.deploy import endpoints, processors
 from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, NEVER, Child
 from tinyloop_serve.deploy.local import Papers
 from tinyloop_serve.deploy.placement import placed
 from tinyloop_serve.deploy.reload import Reload
-from tinyloop_serve.protocol.lines import Lines
+from tinyloop_serve.protocol.lines import Lines, to_stderr, to_stdout
 
 DISPATCHER_STOP_S = 8.0  # its own drain deadline and something
 REPLICA_STOP_S = 6.0
@@ -121,8 +119,7 @@ class Fleet:
         self._children = [self._dispatcher, *self._replicas]
         self._selector = selectors.DefaultSelector()
         self._papers = Papers(plan.endpoint, plan.model)
-        self._shown = Lines(_descriptor(sys.stdout), lambda why: None)
-        self._said = Lines(_descriptor(sys.stderr), lambda why: None)
+        self._shown, self._said = to_stdout(), to_stderr()
         self._journal: Lines | None = None
         self._announced = False
         self._endpoint = plan.endpoint  # from the announcement on with its port filled in
@@ -378,8 +375,3 @@ class Fleet:
 
     def _say(self, text: str) -> None:
         self._said.write(f"tinyloop: {text}")
-
-
-def _descriptor(stream: TextIO | None) -> int:
-    """-1: it was closed before we began."""
-    return stream.fileno() if stream else -1

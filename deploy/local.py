@@ -1,7 +1,8 @@
 """What a local fleet writes down for the other commands of its user: who it is, and how its last reload went.
 
 A process id alone may by now be another process, which a signal would end: the record has the time at which
-the process was created as well. This file must not know children or sockets.
+the process was started as well, counted from the machine's own start, because the clock may be set meanwhile.
+This file must not know children or sockets.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tinyloop_serve.deploy import endpoints
 @dataclass(frozen=True)
 class Record:
     pid: int
-    created: float  # seconds since the epoch, as the kernel counts them
+    started: int  # clock ticks after the machine
     model: str  # path of the artifact
     reloading: bool = False
     reloads: int = 0  # that have ended
@@ -30,11 +31,8 @@ class Papers:
     """The record of this process, on disk from `write` to `remove`."""
 
     def __init__(self, endpoint: str, model: str) -> None:
-        import psutil
-
         self._path = _path(endpoint)
-        created = psutil.Process().create_time()
-        self._record = Record(os.getpid(), created, os.path.abspath(model))
+        self._record = Record(os.getpid(), _started(os.getpid()), os.path.abspath(model))
 
     def write(self) -> None:
         draft = self._path.with_suffix(".new")
@@ -59,14 +57,17 @@ class Papers:
 
 def read(endpoint: str) -> Record | None:
     """Of this user's fleet behind `endpoint`; None when there is none that lives."""
-    import psutil
-
     try:
         record = Record(**json.loads(_path(endpoint).read_text()))
-        alive = psutil.Process(record.pid).create_time() == record.created
-    except (OSError, ValueError, TypeError, psutil.Error):
+        alive = _started(record.pid) == record.started
+    except (OSError, ValueError, TypeError):
         return None
     return record if alive else None
+
+
+def _started(pid: int) -> int:
+    """proc(5), field 22; the name, which comes before it, may have spaces and brackets. Raises `OSError`."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _path(endpoint: str) -> Path:

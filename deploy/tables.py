@@ -18,6 +18,14 @@ from typing import Any
 TABLES = ("dispatcher", "tenants", "replica", "fleet", "load")
 FRONT = "ipc:///run/tinyloop/front/front.sock"
 MOST_REPLICAS = 1024
+SET_BY_FLEET = {  # flags of a replica that are not the [replica] table's to set, and what is
+    "model": "[fleet] model, or --model",
+    "device": "[fleet] devices, or --devices",
+    "device_share": "[fleet] devices, or --devices, whose replicas have equal parts of each",
+    "endpoint": "[fleet] front, or --endpoint, for clients; each replica is given its own",
+    "name": "no such key: they are replica-0, replica-1 and so on",
+    "die_with_parent": "no such key: whoever starts a replica sees to that",
+}
 
 
 class BadConfig(Exception):
@@ -38,7 +46,8 @@ class FleetTable:
 
 
 def load(path: str) -> dict[str, Any]:
-    """What is in the file. Raises `BadConfig` for one that cannot be read."""
+    """What is in the file. Raises `BadConfig` for one that cannot be read, or that sets for every replica
+    what each has to itself."""
     try:
         tables = tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
@@ -48,6 +57,9 @@ def load(path: str) -> dict[str, Any]:
     for name in TABLES:
         if not isinstance(tables.get(name, {}), dict):
             raise BadConfig(f"{path}: {name}: {tables[name]!r} is not accepted; expected a [{name}] table")
+    for name, value in tables.get("replica", {}).items():
+        if instead := SET_BY_FLEET.get(name.replace("-", "_")):
+            raise BadConfig(f"{path}: replica.{name}: {value!r} is not accepted; expected {instead}")
     return tables
 
 

@@ -11,6 +11,7 @@ standard error.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from importlib import metadata
@@ -23,26 +24,32 @@ from tinyloop_serve.dispatcher.journal import Journal
 from tinyloop_serve.dispatcher.readers import ConfigError
 from tinyloop_serve.dispatcher.server import Server
 from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, allow_many_files, die_with_parent
+from tinyloop_serve.protocol.lines import Lines, to_stderr
 
 EXIT_UNAVAILABLE = 69  # EX_UNAVAILABLE
 EXIT_TAKEN = 75  # EX_TEMPFAIL: it may be free later
 
 
 def main(arguments: list[str]) -> int:
+    with contextlib.closing(to_stderr()) as said:
+        return _serve(arguments, said)
+
+
+def _serve(arguments: list[str], said: Lines) -> int:
     try:
         config = parse(arguments)
         if config.die_with_parent:
             die_with_parent(config.die_with_parent)
         allow_many_files()
-        server = Server(config, Journal(), version=_version())
+        server = Server(config, Journal(said.write), version=_version())
     except ConfigError as error:
-        return _give_up(str(error), EXIT_CONFIG)
+        return _give_up(said, str(error), EXIT_CONFIG)
     except EndpointTaken as error:
-        return _give_up(str(error), EXIT_TAKEN)
+        return _give_up(said, str(error), EXIT_TAKEN)
     except CannotListen as error:
-        return _give_up(str(error), EXIT_UNAVAILABLE)
+        return _give_up(said, str(error), EXIT_UNAVAILABLE)
     except (OSError, zmq.ZMQError) as error:
-        return _give_up(f"cannot bind {config.front}: {error}", EXIT_UNAVAILABLE)
+        return _give_up(said, f"cannot bind {config.front}: {error}", EXIT_UNAVAILABLE)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     Supervisor().ready(f"serving at {server.endpoint}")
@@ -59,9 +66,9 @@ def _version() -> str:
         return ""
 
 
-def _give_up(reason: str, status: int) -> int:
+def _give_up(said: Lines, reason: str, status: int) -> int:
     Supervisor().status(reason)
-    print(f"tinyloop-dispatcher: {reason}", file=sys.stderr, flush=True)
+    said.write(f"tinyloop-dispatcher: {reason}")
     return status
 
 

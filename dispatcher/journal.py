@@ -6,9 +6,7 @@ A request's line has what the pool knows of it and, where a replica answered, th
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -21,13 +19,9 @@ if TYPE_CHECKING:
     from tinyloop_serve.dispatcher.requests import Request
 
 
-def to_stderr(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may be left to read it
-        print(line, file=sys.stderr, flush=True)
-
-
 class Journal:
-    def __init__(self, write: Callable[[str], None] = to_stderr) -> None:
+    def __init__(self, write: Callable[[str], None]) -> None:
+        """`write` is called by the message loop: it must not wait."""
         self._write = write
 
     def event(self, name: str, **fields: object) -> None:

@@ -1,15 +1,18 @@
 """Lines that a thread of their own writes: who reads them may have stopped, for a while or for good, and a
 server must go on.
 
-A terminal that was stopped with Ctrl-S, or a pipe whose reader sleeps, holds up whoever writes to it. This
-file must not know what the lines say.
+A terminal that was stopped with Ctrl-S, or a pipe whose reader sleeps, holds up whoever writes to it. Once
+one of a process's threads may not be held up, all of its lines to that descriptor go this way: they keep
+their order. This file must not know what the lines say.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
+from typing import TextIO
 
 MOST_BYTES = 1 << 20  # that wait; later lines are lost
 CLOSE_S = 0.5  # for the last ones to be written
@@ -67,3 +70,17 @@ class Lines:
                 begins, self._losing = not self._losing, True
                 if begins:
                     self._lost(error.strerror or str(error))
+
+
+def to_stdout() -> Lines:
+    """Like those below, lost in silence: there is nobody to be told."""
+    return Lines(_descriptor(sys.stdout), lambda why: None)
+
+
+def to_stderr() -> Lines:
+    return Lines(_descriptor(sys.stderr), lambda why: None)
+
+
+def _descriptor(stream: TextIO | None) -> int:
+    """-1: it was closed before we began, and its number may be a file of ours by now."""
+    return stream.fileno() if stream else -1

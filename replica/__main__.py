@@ -10,6 +10,7 @@ READY is one line on standard output: `READY name=r0 endpoint=ipc:///... startup
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from tinyloop_serve.native import errors
 from tinyloop_serve.protocol import keys
 from tinyloop_serve.protocol.errors import InvalidRequest
 from tinyloop_serve.protocol.host import EndpointTaken, Supervisor, allow_many_files, die_with_parent
+from tinyloop_serve.protocol.lines import Lines, to_stderr
 from tinyloop_serve.protocol.messages import Budget, ModelInfo, Ready
 from tinyloop_serve.replica import budget, process, prompts, scaffolds
 from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
@@ -39,14 +41,15 @@ REQUEST_DEFAULTS = ("TINYLOOP_CACHE_MODE", "TINYLOOP_EARLY_EXIT", "TINYLOOP_SPEC
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        return _serve(arguments)
-    except Exception as error:  # whatever it is, our supervisor shall know
-        traceback.print_exc()
-        return _give_up(f"{type(error).__name__}: {error}", 1)
+    with contextlib.closing(to_stderr()) as said:
+        try:
+            return _serve(arguments, said)
+        except Exception as error:  # whatever it is, our supervisor shall know
+            said.write(traceback.format_exc().rstrip())
+            return _give_up(said, f"{type(error).__name__}: {error}", 1)
 
 
-def _serve(arguments: list[str]) -> int:
+def _serve(arguments: list[str], said: Lines) -> int:
     for name in REQUEST_DEFAULTS:  # requests and handles are what the dispatcher says, wherever they run
         os.environ.pop(name, None)
     try:
@@ -75,19 +78,19 @@ def _serve(arguments: list[str]) -> int:
         handles = HandleStore(model, config.max_handles)
         scaffolds.register(config, model, vocabulary, handles)
     except ConfigFault as error:
-        return _give_up(str(error), EXIT_CONFIG)
+        return _give_up(said, str(error), EXIT_CONFIG)
     except errors.TinyLoopError as error:
         temporary = isinstance(error, errors.OutOfMemoryError | errors.BackendFailed)
-        return _give_up(f"cannot load {config.model}: {error}", 1 if temporary else EXIT_CONFIG)
+        return _give_up(said, f"cannot load {config.model}: {error}", 1 if temporary else EXIT_CONFIG)
     allow_many_files()
     os.umask(0o007)  # the socket is for our group, at most
     try:
         pair, dispatchers = _keys(config)
-        server = Server(config.endpoint, mailbox, pair, dispatchers)
+        server = Server(config.endpoint, mailbox, said.write, pair, dispatchers)
     except ConfigFault as error:
-        return _give_up(str(error), EXIT_CONFIG)
+        return _give_up(said, str(error), EXIT_CONFIG)
     except (EndpointTaken, OSError, zmq.ZMQError) as error:
-        return _give_up(f"cannot bind {config.endpoint}: {error}", 1)
+        return _give_up(said, f"cannot bind {config.endpoint}: {error}", 1)
 
     health = Health()
     ready = _announcement(config, model, vocabulary is not None, allowed)
@@ -101,6 +104,7 @@ def _serve(arguments: list[str]) -> int:
         speculation=speculation,
         health=health,
         give_up=mailbox.give_up,
+        say=said.write,
     )
     session = Session(
         executor,
@@ -117,11 +121,13 @@ def _serve(arguments: list[str]) -> int:
     _say_ready(config)
     server.run(session, config.drain_s, config.stall_s)
     if mailbox.given_up:
-        _give_up(mailbox.given_up, EXIT_ILL)
+        _give_up(said, mailbox.given_up, EXIT_ILL)
     server.close()
     if mailbox.given_up:
+        said.close()
         os._exit(EXIT_ILL)  # whatever is wrong with the engine must not keep us from ending
     if not executor.stop(LAST_STEP_S):
+        said.close()
         os._exit(0)  # the thread is inside the engine: the interpreter must not be torn down under it
     model.close()
     return 0
@@ -178,9 +184,9 @@ def _say_ready(config: Config) -> None:
     print(f"READY name={config.name} endpoint={config.endpoint} {numbers}", flush=True)
 
 
-def _give_up(reason: str, status: int) -> int:
+def _give_up(said: Lines, reason: str, status: int) -> int:
     Supervisor().status(reason)
-    print(f"tinyloop-replica: {reason}", file=sys.stderr, flush=True)
+    said.write(f"tinyloop-replica: {reason}")
     return status
 
 

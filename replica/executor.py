@@ -8,10 +8,8 @@ no other, is `idle`. This file must not know sockets.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -81,9 +79,10 @@ class Executor:
         speculation: Speculation,
         health: Health,
         give_up: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
-        """`identity`: the model's. `give_up` is called when the engine is past hope; like `post` it must not
-        block."""
+        """`identity`: the model's. `give_up` is called when the engine is past hope, `say` with lines for
+        people; like `post` they must not block."""
         self._engine = engine
         self._identity = identity
         self._vocabulary = vocabulary
@@ -93,6 +92,7 @@ class Executor:
         self._speculation = speculation
         self._health = health
         self._give_up = give_up
+        self._say = say
         self._at_work = False
         self._decoder = Decoder(engine, handles, speculation, name, self._hand_on)
         self._todo: queue.SimpleQueue[Job | Building | Drop | None] = queue.SimpleQueue()
@@ -195,8 +195,7 @@ class Executor:
     def _engine_failed(self, error: Exception, *, now: bool = False, trial: bool = False) -> None:
         """`now`: it is ill with this one already. The budget had room for a handle, so the machine has not
         what it was said to have."""
-        with contextlib.suppress(OSError):  # nobody may be left to read it
-            traceback.print_exception(error, file=sys.stderr)
+        self._say("".join(traceback.format_exception(error)).rstrip())
         self._health.failed(f"{type(error).__name__}: {error}", now=now, trial=trial)
 
     def _carry_out(self, job: Job) -> list[Part]:

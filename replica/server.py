@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -77,10 +76,17 @@ class Server:
     `zmq.ZMQError`."""
 
     def __init__(
-        self, endpoint: str, mailbox: Mailbox, pair: KeyPair | None = None, dispatchers: Sequence[str] = ()
+        self,
+        endpoint: str,
+        mailbox: Mailbox,
+        say: Callable[[str], None],
+        pair: KeyPair | None = None,
+        dispatchers: Sequence[str] = (),
     ) -> None:
-        """With `pair`, over tcp, only the holders of these public keys may connect, encrypted."""
+        """`say` is given lines for people, and must not wait. With `pair`, over tcp, only the holders of
+        these public keys may connect, encrypted."""
         self._mailbox = mailbox
+        self._say = say
         self._path = endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else ""
         self._lock = lock(self._path) if self._path else os.open(os.devnull, os.O_RDONLY)
         self._context = zmq.Context()
@@ -166,9 +172,7 @@ class Server:
         """A flood of strangers must not become one of log lines."""
         if (now := time.monotonic()) >= self._denied_at + REFUSALS_S:
             self._denied_at = now
-            with contextlib.suppress(OSError):  # nobody may be left to read it
-                refused = f"refused a connection from {address}: key {key} is not a dispatcher's"
-                print(refused, file=sys.stderr, flush=True)
+            self._say(f"refused a connection from {address}: key {key} is not a dispatcher's")
 
     def _receive(self, session: Session) -> None:
         for _ in range(FRAMES_PER_TURN):
@@ -179,8 +183,7 @@ class Server:
             try:
                 message = TO_REPLICA.decode(frames)
             except TinyLoopError as error:
-                with contextlib.suppress(OSError):  # nobody may be left to read it
-                    print(f"refused a message: {error}", file=sys.stderr, flush=True)
+                self._say(f"refused a message: {error}")
                 continue
             for to, reply in session.handle(peer, message):
                 self._send(session, to, reply)

@@ -6,6 +6,8 @@ must come, for up to `PATIENCE_S`.
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import resource
 import signal
@@ -226,6 +228,19 @@ def test_garbage_is_answered_and_survived(fleet: Fleet) -> None:
     run = replica.hear("Run")
     replica.step(run, {keys(run)[0]: b"end"}, last=True)
     assert receive(client.socket) == [b"TL2", b"end"]
+
+
+def test_a_reader_of_the_journal_that_stopped_holds_up_nobody(fleet: Fleet) -> None:
+    process, client = fleet.start(), fleet.client()
+    assert ready_line(process) and process.stderr
+    fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+    for n in range(200):
+        client.ask(f"q{n}", max_tokens=-1)
+        assert client.hear()["id"] == f"q{n}"
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=PATIENCE_S)
+    refused = [json.loads(line)["id"] for line in log.splitlines() if '"refused"' in line]
+    assert refused == [f"q{n}" for n in range(200)], "the last ones are written before it ends"
 
 
 # ------------------------------------------------------------------ clients

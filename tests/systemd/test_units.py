@@ -78,6 +78,7 @@ def test_what_the_files_say(tmp_path: Path) -> None:
         assert f"--replica ipc:///run/tinyloop/replica-{n}/replica.sock" in dispatcher
         assert f"tinyloop-replica@{n}.service" in target
     assert "TimeoutStopSec=14\n" in dispatcher and "TimeoutStopSec=9\n" in replica
+    assert "LimitNOFILE=65536\n" in dispatcher and "LimitNOFILE=4096\n" in replica
     assert "--max-handles 3" in replica and "--drain-s 4" in replica
     for text in (dispatcher, replica, target):
         assert "<" not in text and ">" not in text, "every place was filled"

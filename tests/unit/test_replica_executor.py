@@ -140,6 +140,7 @@ class Bench:
         self.engine = ScriptedEngine(script)
         self.posted: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.given_up = threading.Event()
+        self.said: list[str] = []
         self.health = Health()
         self.handles = HandleStore(self.engine, max_handles=2)
         self.executor = Executor(
@@ -152,6 +153,7 @@ class Bench:
             speculation=Speculation([], loops=4, threshold=1.3),
             health=self.health,
             give_up=lambda why: self.given_up.set(),
+            say=self.said.append,
         )
 
     def run(self, *lanes: Lane, before: Callable[[Job], None] | None = None) -> dict[int, list[ToClient]]:
@@ -389,6 +391,7 @@ def test_engine_errors_become_the_clients_and_the_replica_lives_on(raised: Excep
     bench.engine.refuse = {1: raised}
     failed = failed_of(bench.run(lane(1))[1])
     assert failed.code == code and failed.id == "id1" and str(raised) in failed.message
+    assert len(bench.said) == (code == "engine") and all("Traceback" in text for text in bench.said)
     if code in ("invalid", "limit"):
         assert failed.field and failed.value and failed.accepted
     assert done_of(bench.run(lane(2))[2]).stop_reason == "eos"

@@ -3,6 +3,7 @@ its parent."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -15,10 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tinyloop_serve.native import artifact, errors
 from tinyloop_serve.native.tensors import Tensor
+from tinyloop_serve.protocol.codec import FROM_REPLICA, TO_REPLICA
+from tinyloop_serve.protocol.messages import VERSION, Hello, Ready
 from tinyloop_serve.replica import __main__ as replica_process
 from tinyloop_serve.replica.config import EXIT_CONFIG, Config, ConfigFault, parse
 
@@ -213,6 +217,22 @@ def test_it_says_ready_and_stops_at_a_signal(started: Started) -> None:
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == (0, "")
     assert not socket.exists()
+
+
+def test_a_reader_of_its_errors_that_stopped_holds_up_nobody(started: Started) -> None:
+    endpoint, errors = started.ready()["endpoint"], started.process.stderr
+    assert errors is not None
+    fcntl.fcntl(errors, fcntl.F_SETPIPE_SZ, 4096)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger, peer.rcvtimeo = 0, 20_000
+        peer.connect(endpoint)
+        for _ in range(500):
+            peer.send_multipart([VERSION, b"nonsense"])
+        peer.send_multipart(TO_REPLICA.encode(Hello("d")))
+        assert isinstance(FROM_REPLICA.decode(peer.recv_multipart()), Ready)
+    started.process.send_signal(signal.SIGTERM)
+    status, said = started.end()
+    assert status == 0 and said.count("refused a message: ") == 500, "the last ones are said before it ends"
 
 
 def test_a_replica_keeps_to_its_processors(model: Path, tmp_path: Path) -> None:

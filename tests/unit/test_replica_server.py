@@ -67,7 +67,8 @@ class Replica:
         self.endpoint = endpoint
         self.mailbox = Mailbox()
         self.work = HandDecoded()
-        server = Server(endpoint, self.mailbox)
+        self.said: list[str] = []
+        server = Server(endpoint, self.mailbox, self.said.append)
         self.signs = LifeSigns(5, 6, "ok")
         self.looks = 0  # at them
         session = Session(self.work, announce=lambda: READY, life_signs=self._look)
@@ -296,7 +297,7 @@ def test_one_that_gives_its_engine_up_does_not_take_its_leave(replica: Replica, 
 
 def test_a_second_server_does_not_steal_the_endpoint(replica: Replica) -> None:
     with pytest.raises(EndpointTaken):
-        Server(replica.endpoint, Mailbox())
+        Server(replica.endpoint, Mailbox(), print)
 
 
 def test_an_oversize_message_is_refused_by_the_transport(replica: Replica, connect: Connect) -> None:
@@ -311,7 +312,7 @@ def test_an_oversize_message_is_refused_by_the_transport(replica: Replica, conne
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_it_binds_an_address_of_ipv6() -> None:
-    server = Server("tcp://[::1]:0", Mailbox())
+    server = Server("tcp://[::1]:0", Mailbox(), print)
     assert server.endpoint.startswith("tcp://[::1]:")
     server.close()
 
@@ -320,8 +321,8 @@ def test_over_tcp_with_keys_only_a_known_dispatcher_gets_in(tmp_path: Path) -> N
     ours, theirs, strangers = (
         keys.read_pair(keys.create(name, tmp_path)[0]) for name in ("replica", "dispatcher", "stranger")
     )
-    mailbox = Mailbox()
-    server = Server("tcp://127.0.0.1:0", mailbox, ours, [theirs.public])
+    mailbox, said = Mailbox(), list[str]()
+    server = Server("tcp://127.0.0.1:0", mailbox, said.append, ours, [theirs.public])
     endpoint = server.endpoint
     session = Session(HandDecoded(), announce=lambda: READY, life_signs=lambda: LifeSigns(5, 6, "ok"))
     thread = threading.Thread(target=server.run, args=(session, 0.1))
@@ -341,3 +342,4 @@ def test_over_tcp_with_keys_only_a_known_dispatcher_gets_in(tmp_path: Path) -> N
         mailbox.request_stop()
         thread.join()
         server.close()
+    assert said and strangers.public in said[0]

@@ -72,6 +72,7 @@ class Bench:
             speculation=self.speculation,
             health=self.health,
             give_up=lambda why: self.given_up.set(),
+            say=lambda text: None,
         )
 
     def stop(self) -> None:

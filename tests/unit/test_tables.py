@@ -50,6 +50,24 @@ def test_up_serves_what_the_fleet_table_says_and_a_flag_wins(plans: list[fleet.P
         ("[tenants.a]\nweight = -1\n", "tenants.a.weight: -1 is not accepted"),
         ("[replica]\nmemory = 1\n", "replica: --memory: not accepted; expected one of --affinity, --calibr"),
         ("[replica]\nmax_handles = -1\n", "--max-handles"),
+        (
+            '[replica]\nmodel = "m"\n',
+            "fleet.toml: replica.model: 'm' is not accepted; expected [fleet] model",
+        ),
+        (
+            '[replica]\ndevice = "cuda:0"\n',
+            "replica.device: 'cuda:0' is not accepted; expected [fleet] devices",
+        ),
+        (
+            "[replica]\ndevice_share = 2\n",
+            "replica.device_share: 2 is not accepted; expected [fleet] devices",
+        ),
+        (
+            '[replica]\nendpoint = "ipc:///r"\n',
+            "replica.endpoint: 'ipc:///r' is not accepted; expected [fleet] f",
+        ),
+        ('[replica]\nname = "r"\n', "replica.name: 'r' is not accepted; expected no such key"),
+        ("[replica]\ndie-with-parent = 1\n", "replica.die-with-parent: 1 is not accepted"),
         ("nonsense[", "fleet.toml: not TOML"),
     ],
 )
