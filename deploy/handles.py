@@ -9,7 +9,7 @@ import msgspec
 
 from tinyloop_serve.deploy.connect import connect
 
-COLUMNS = "{:32}  {:8}  {:>7}  {:>5}  {:6}  {:>9}  {:10}  {:>5}  {:>7}  {}"
+COLUMNS = "{:41}  {:8}  {:>7}  {:>5}  {:6}  {:>9}  {:10}  {:>5}  {:>7}  {}"
 
 
 def show(endpoint: str, *, as_json: bool) -> int:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-DIGEST = 16  # characters
+DIGEST = 12  # characters
 
 
 def mark() -> str:
     """Whoever knows it was told."""
-    return secrets.token_hex(16)
+    return secrets.token_hex(14)
 
 
 def name(mark: str, tenant: str) -> str:

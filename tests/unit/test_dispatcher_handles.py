@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from tests.unit.test_dispatcher_core import ALICE, BOB, R0, R1, Bench, announce, ask, said
 from tinyloop_serve.dispatcher import names
 from tinyloop_serve.dispatcher.effects import TOKENIZER, Send, Tokenize
+from tinyloop_serve.dispatcher.handles import REMEMBERED, Held
+from tinyloop_serve.dispatcher.handles import Handles as Book
 from tinyloop_serve.protocol.codec import tokens_to_bytes
 from tinyloop_serve.protocol.errors import InvalidRequest
 from tinyloop_serve.protocol.messages import (
@@ -266,7 +268,7 @@ def test_what_waits_for_replicas_that_never_come_is_told_that_its_handle_is_lost
 # ------------------------------------------------------------------ two tenants
 
 
-NEVER_WAS = names.name("0" * 32, "local")
+NEVER_WAS = names.name("0" * 28, "local")
 OTHER = Recipe("prefix", prompt_tokens=tokens_to_bytes([9]))
 
 
@@ -493,3 +495,75 @@ def test_a_request_that_no_handle_can_serve_takes_no_scaffold(fields: Any) -> No
     bench = Bench()
     made(bench, kind="scaffold")
     assert said(bench.client(ALICE, ask("q", **fields)), R0, Run)[0].lanes[0].handle == ""
+
+
+def test_what_is_built_again_has_the_lease_that_it_had() -> None:
+    bench = Bench(ready=2)
+    name = made(bench, lease_ms=1234)
+    bench.gone(R0)
+    sends = bench.client(ALICE, ask("q", handle=name, recipe=recipe()))
+    assert [build.lease_ms for build in said(sends, R1, Build)] == [1234]
+
+
+def test_a_tenant_at_its_limit_is_served_without_a_handle_and_nothing_is_built() -> None:
+    bench = Bench(tenants={"guest": {"max_handles": 1}})
+    as_guest(bench, CreateHandle("1", recipe()))
+    (build,) = said(bench.sent, R0, Build)
+    bench.replica(R0, Built(build.handle, 10))
+    gone = names.name("1" * 28, "guest")
+    sends = as_guest(bench, ask("q", handle=gone, recipe=recipe()))
+    assert said(sends, R0, Run) and not said(sends, R0, Build) and not bench.core.handles.orders
+
+
+def test_two_requests_with_the_recipe_of_a_lost_handle_build_it_once() -> None:
+    bench = Bench(ready=2)
+    name = NEVER_WAS
+    for id in ("1", "2"):
+        bench.client(ALICE, ask(id, handle=name, recipe=recipe()))
+    assert len([send for send in bench.sent if isinstance(send.message, Run)]) == 2
+    assert len([send for send in bench.sent if isinstance(send.message, Build)]) == 1
+
+
+def test_a_build_that_took_longer_than_the_lease_is_there_for_its_whole_lease() -> None:
+    bench = Bench()
+    bench.client(ALICE, CreateHandle("1", recipe(), lease_ms=1000))
+    (build,) = said(bench.sent, R0, Build)
+    bench.wait(3)
+    bench.replica(R0, Built(build.handle, 10))
+    assert said(bench.wait(0.8), R0, Drop) == []
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_detached_handle_outlives_its_client_in_the_making_and_on_a_lost_replica(detached: bool) -> None:
+    bench = Bench()
+    bench.client(ALICE, CreateHandle("1", recipe(), detached=detached))
+    (build,) = said(bench.sent, R0, Build)
+    sends = bench.client(ALICE, Goodbye())
+    assert said(sends, R0, Drop) == ([] if detached else [Drop((build.handle,))])
+    assert not [send for send in bench.replica(R0, Built(build.handle, 10)) if send.peer == ALICE]
+    assert len(bench.core.handles) == detached
+    name = made(bench, client=BOB, detached=detached)
+    (build,) = [each for each in said(bench.sent, R0, Build) if each.handle == name]
+    bench.gone(R0)
+    bench.client(BOB, Goodbye())
+    sends = bench.replica(R0, holding(R0, build))
+    assert said(sends, R0, Drop) == ([] if detached else [Drop((name,))])
+
+
+def test_an_answer_that_goes_on_after_a_loss_does_so_without_a_handle() -> None:
+    bench = Bench()
+    name = made(bench, kind="scaffold")
+    sends = bench.client(ALICE, ask("q", done=tokens_to_bytes([5])))
+    assert said(sends, R0, Run)[0].lanes[0].handle == ""
+    bench.finish()
+    assert said(bench.client(ALICE, ask("q")), R0, Run)[0].lanes[0].handle == name
+
+
+def test_the_fate_of_so_many_is_remembered_and_no_more() -> None:
+    book = Book()
+    for n in range(REMEMBERED + 1):
+        held = Held(str(n), "local", recipe(), False, True, 0.0, None, 0.0)
+        book.keep(held, R0, 1)
+        book.end(held, "it was dropped")
+    assert "no such handle" in str(book.lost("0", "local"))
+    assert "it was dropped" in str(book.lost("1", "local"))
