@@ -48,6 +48,7 @@ def test_it_goes_on_as_it_was_asked(sampling: Sampling) -> None:
     bench = Bench(ready=2)
     bench.client(ALICE, ask("q", sampling=sampling, seed=7))
     before = bench.run(R0)
+    bench.wait(0.5)  # it has run that long, which is no wait
     (after,) = said(bench.gone(R0), R1, Run)
     assert after.sampling == before.sampling == replace(sampling, loops=4) and after.batch_size == 1
     assert after.lanes == (replace(before.lanes[0], failovers=1),)

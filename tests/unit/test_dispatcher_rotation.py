@@ -237,3 +237,25 @@ def test_a_replica_that_never_served_is_not_counted_as_lost() -> None:
     bench.gone(R0)
     bench.gone(R0)
     assert bench.core.replicas.lost == 1
+
+
+def test_who_gives_tokens_has_not_stalled_whatever_its_answers_to_pings_say() -> None:
+    bench = Bench(ready=2, stall_ms=2000)
+    bench.client(ALICE, ask("q"))
+    for position in range(6):
+        deliver(bench, R0, position, 91)
+        bench.wait(1.0)
+    assert bench.core.failovers == 0
+    bench.wait(2.0)
+    assert bench.core.failovers == 1
+
+
+def test_on_an_idle_fleet_nobody_is_refused_for_waits_that_others_had() -> None:
+    bench = Bench(batch_sizes=[1], min_batch_size=1, stall_ms=60_000)
+    for turn in range(4):
+        bench.client(ALICE, ask(f"{turn}"))
+    for _ in range(4):
+        bench.wait(5.0)
+        bench.finish()
+    bench.client(ALICE, ask("now", max_tokens=1, deadline_ms=4000))  # it would run for two seconds
+    assert bench.run().lanes[0].id == "now"
