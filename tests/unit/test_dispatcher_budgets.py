@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.test_dispatcher_core import ALICE, BOB, R0, R1, Bench, announce, ask, said
+from tests.unit.test_dispatcher_core import ALICE, BOB, MODEL, R0, R1, Bench, announce, ask, said
 from tinyloop_serve.protocol.messages import (
     Budget,
     Build,
@@ -214,3 +214,30 @@ def test_whether_one_has_room_is_asked_once_for_all_that_are_alike(monkeypatch: 
     bench.now += 11.0  # longer than `replica_wait_ms`: a walk through all of them
     bench.core.tick(bench.now)
     assert len(asked) == 2
+
+
+def test_those_that_are_refused_or_leave_are_not_waited_for() -> None:
+    for how in ("refused", "leaves"):
+        bench = Bench(ready=0)
+        bench.replica(R0, having(R0, SMALL))
+        if how == "refused":
+            heavier = replace(MODEL, weights="fp32")
+            bench.replica(R1, replace(having(R1, LARGE), model=heavier))
+        else:
+            bench.replica(R1, having(R1, LARGE))
+            bench.client(BOB, large("last"))
+            bench.client(BOB, Control("c", "detach", R1, within_ms=60_000))
+        (failed,) = said(bench.client(ALICE, large("q")), ALICE, Failed)
+        assert failed.code == "limit", how
+
+
+def test_one_that_is_just_large_enough_is_waited_for_for_ever() -> None:
+    bench = Bench(ready=0, replica_wait_ms=1000, replicas=(R0,))
+    bench.replica(R0, having(R0, LARGE))
+    bench.client(BOB, large("runs"))
+    bench.client(ALICE, large("waits"))
+    for _ in range(8):
+        bench.steps += 1
+        assert said(bench.wait(0.5), ALICE, Failed) == []
+    bench.finish()
+    assert [lane.id for lane in bench.run().lanes] == ["waits"]

@@ -151,6 +151,7 @@ def test_a_request_goes_down_and_its_tokens_come_up_undecoded() -> None:
         Send(ALICE, None, (b"end",))
     ]
     assert (bench.core.requests.finished, bench.core.requests.failed) == (1, 0)
+    assert bench.core.replicas[R0].served == 1
     assert '"outcome": "answered"' in bench.lines[-1] and '"delivered": 1' in bench.lines[-1]
 
 
@@ -258,6 +259,14 @@ def test_refused_at_once_with_the_field_and_the_arithmetic(
     assert isinstance(failed, Failed) and (failed.id, failed.code, failed.field) == ("q", code, field)
     assert text in failed.message and failed.accepted
     assert not bench.core.requests.live()
+
+
+def test_a_priority_is_cut_to_what_the_tenant_may() -> None:
+    bench = Bench(tenants={"low": {"max_priority": 1}}, batch_sizes=[1], min_batch_size=1)
+    for id, priority in (("runs", 0), ("1", 0), ("2", 1), ("3", 10)):
+        bench._after(bench.core.client_says(ALICE, "low", ask(id, priority=priority), bench.now))
+    order = [bench.finish() and bench.run().lanes[0].id for _ in range(3)]
+    assert order == ["2", "3", "1"]
 
 
 def test_a_live_id_cannot_be_used_twice_by_one_client_but_by_two() -> None:

@@ -48,6 +48,7 @@ def test_it_goes_on_as_it_was_asked(sampling: Sampling) -> None:
     bench = Bench(ready=2)
     bench.client(ALICE, ask("q", sampling=sampling, seed=7))
     before = bench.run(R0)
+    bench.wait(0.5)  # it has run that long, which is no wait
     (after,) = said(bench.gone(R0), R1, Run)
     assert after.sampling == before.sampling == replace(sampling, loops=4) and after.batch_size == 1
     assert after.lanes == (replace(before.lanes[0], failovers=1),)
@@ -65,13 +66,15 @@ def test_nothing_goes_on_after_tokens_that_did_not_come(claimed: int) -> None:
     assert failed.code == "replica_lost" and "cannot be read" in failed.message
 
 
-def test_what_has_no_token_yet_goes_on_with_another_model() -> None:
-    bench = Bench(ready=2)
+def test_what_has_no_token_yet_goes_on_with_another_model_and_alone() -> None:
+    bench = Bench(ready=2, max_wait_ms=10)
     bench.client(BOB, Control("c", "accept", OTHER.fingerprint))
-    bench.client(ALICE, ask("q"))
+    for id in ("1", "2"):
+        bench.client(ALICE, ask(id))
+    assert len(bench.run(R0).lanes) == 2
     bench.gone(R1)
     bench.replica(R1, announce(R1, OTHER, pid=8))
-    assert [lane.id for lane in said(bench.gone(R0), R1, Run)[0].lanes] == ["q"]
+    assert [lane.id for lane in said(bench.gone(R0) + bench.wait(0.1), R1, Run)[0].lanes] == ["1"]
 
 
 def test_a_drain_that_is_over_at_once_moves_what_runs_at_once_and_blames_nobody() -> None:

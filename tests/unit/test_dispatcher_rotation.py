@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tests.unit.test_dispatcher_core import ALICE, BOB, MODEL, R0, R1, Bench, announce, ask, said
+from tests.unit.test_dispatcher_core import ALICE, BOB, MODEL, R0, R1, Bench, announce, ask, deliver, said
 from tinyloop_serve.protocol.codec import tokens_to_bytes
 from tinyloop_serve.protocol.messages import (
     Build,
@@ -16,6 +16,7 @@ from tinyloop_serve.protocol.messages import (
     Drop,
     Failed,
     GetStatus,
+    Goodbye,
     Handles,
     Hello,
     ListHandles,
@@ -159,3 +160,102 @@ def test_a_lease_has_an_upper_end() -> None:
     assert BOB in bench.core.clients.known()
     bench.wait(3700.0)
     assert BOB not in bench.core.clients.known()
+
+
+def test_one_that_comes_back_ill_gets_nothing_until_it_is_well() -> None:
+    bench = Bench(replicas=(R0,))
+    bench.gone(R0)
+    bench.replica(R0, replace(announce(R0, pid=8), health="out of memory"))
+    assert not said(bench.client(ALICE, ask("q")), R0, Run)
+    assert said(bench.replica(R0, Pong(1)), R0, Run)
+
+
+def test_who_was_to_leave_and_is_resumed_stays() -> None:
+    bench = Bench(replicas=(R0,))
+    bench.client(ALICE, ask("q"))
+    bench.client(BOB, Control("c", "detach", R0, within_ms=60_000))
+    bench.client(BOB, Control("c", "resume", R0))
+    bench.finish()
+    bench.client(BOB, Control("c", "drain", R0, within_ms=60_000))
+    bench.wait(1.0)
+    assert R0 in bench.core.replicas
+
+
+def test_patience_ends_though_replicas_that_serve_nothing_come_and_go() -> None:
+    bench = Bench(replica_wait_ms=3000)
+    bench.gone(R0)
+    bench.client(ALICE, ask("q"))
+    sends = []
+    for _ in range(7):
+        bench.gone(R1, "what answers there is no replica")
+        sends += bench.wait(0.5)
+    assert [failed.id for failed in said(sends, ALICE, Failed)] == ["q"]
+
+
+def test_an_answer_waits_for_one_that_may_yet_announce_its_model() -> None:
+    bench = Bench(ready=1)
+    bench.client(BOB, Control("c", "accept", OTHER.fingerprint))
+    bench.client(ALICE, ask("begun"))
+    deliver(bench, R0, 0, 91)
+    bench.gone(R0)
+    assert not said(bench.replica(R0, announce(R0, OTHER, pid=8)), R0, Run)
+    assert said(bench.wait(1.0), ALICE, Failed) == []
+    assert [lane.id for lane in said(bench.replica(R1, announce(R1)), R1, Run)[0].lanes] == ["begun"]
+
+
+def test_who_builds_a_handle_is_the_last_to_get_a_run() -> None:
+    bench = Bench(ready=1)
+    bench.client(BOB, WISH)
+    assert said(bench.sent, R0, Build)
+    bench.now += 1.0
+    bench.replica(R1, announce(R1))
+    assert said(bench.client(ALICE, ask("q")), R1, Run), "though it has been idle for less long"
+    assert said(bench.client(ALICE, ask("q2")), R0, Run)
+
+
+def test_any_other_model_is_accepted_once() -> None:
+    bench = Bench(ready=1)
+    bench.client(BOB, Control("c", "accept", ""))
+    bench.replica(R1, announce(R1, OTHER))
+    assert bench.core.replicas.model == OTHER
+    bench.gone(R0)
+    assert said(bench.replica(R0, announce(R0, replace(MODEL, fingerprint="d" * 64), pid=8)), R0, Goodbye)
+    assert bench.core.replicas.model == OTHER
+
+
+def test_an_answer_of_which_nothing_came_is_begun_with_the_fleets_model() -> None:
+    bench = Bench(ready=1)
+    assert said(bench.client(ALICE, ask("q", model=OTHER.identity)), R0, Run), (
+        "it has no tokens to go on after"
+    )
+
+
+def test_a_replica_that_never_served_is_not_counted_as_lost() -> None:
+    bench = Bench(ready=1)
+    bench.gone(R1)
+    assert bench.core.replicas.lost == 0
+    bench.gone(R0)
+    bench.gone(R0)
+    assert bench.core.replicas.lost == 1
+
+
+def test_who_gives_tokens_has_not_stalled_whatever_its_answers_to_pings_say() -> None:
+    bench = Bench(ready=2, stall_ms=2000)
+    bench.client(ALICE, ask("q"))
+    for position in range(6):
+        deliver(bench, R0, position, 91)
+        bench.wait(1.0)
+    assert bench.core.failovers == 0
+    bench.wait(2.0)
+    assert bench.core.failovers == 1
+
+
+def test_on_an_idle_fleet_nobody_is_refused_for_waits_that_others_had() -> None:
+    bench = Bench(batch_sizes=[1], min_batch_size=1, stall_ms=60_000)
+    for turn in range(4):
+        bench.client(ALICE, ask(f"{turn}"))
+    for _ in range(4):
+        bench.wait(5.0)
+        bench.finish()
+    bench.client(ALICE, ask("now", max_tokens=1, deadline_ms=4000))  # it would run for two seconds
+    assert bench.run().lanes[0].id == "now"

@@ -147,3 +147,22 @@ def test_limits_of_the_model() -> None:
         with pytest.raises(LimitExceeded) as caught:
             guards.check(request, PROMPT, MODEL, config())
         assert caught.value.field == field
+
+
+def test_what_fits_exactly_is_let_in() -> None:
+    for length, max_tokens in ((3, 61), (63, 1)):
+        guards.check(asked(max_tokens=max_tokens), tokens_to_bytes([1] * length), MODEL, config())
+        with pytest.raises(LimitExceeded) as caught:
+            guards.check(asked(max_tokens=max_tokens + 1), tokens_to_bytes([1] * length), MODEL, config())
+        assert (caught.value.field, caught.value.accepted) == ("max_tokens", f"1 to {max_tokens}")
+    with pytest.raises(LimitExceeded) as caught:
+        guards.check(asked(max_tokens=1), tokens_to_bytes([1] * 64), MODEL, config())
+    assert (caught.value.field, caught.value.accepted) == ("prompt_tokens", "at most 63 tokens")
+    assert guards.check(asked(loops=MODEL.max_loops), PROMPT, MODEL, config()).loops == MODEL.max_loops
+    known, unknown = (tokens_to_bytes([MODEL.vocab_size + more]) for more in (-1, 0))
+    guards.check(replace(asked(), done=known), known, MODEL, config())
+    with pytest.raises(InvalidRequest) as refused:
+        guards.check(replace(asked(), done=unknown), known, MODEL, config())
+    assert refused.value.field == "done[0]"
+    same = Sampling(loops=HELD.loops, cache_mode="int8")
+    guards.check_handle(Generate("a", handle="h"), "resume", HELD, same)
