@@ -19,77 +19,19 @@ import selectors
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from tinyloop_serve.deploy import endpoints, processors
+from tinyloop_serve.deploy import endpoints
 from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, NEVER, Child
 from tinyloop_serve.deploy.local import Papers
-from tinyloop_serve.deploy.placement import placed
+from tinyloop_serve.deploy.plan import Plan, lacking_memory, replica_options
 from tinyloop_serve.deploy.reload import Reload
-from tinyloop_serve.protocol.lines import Lines, to_stderr, to_stdout
+from tinyloop_serve.deploy.voice import Voice
 
 DISPATCHER_STOP_S = 8.0  # its own drain deadline and something
 REPLICA_STOP_S = 6.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LATE_S = 1.0  # later than any load makes us
 RELOAD_LOOK_S = 0.1  # how often a reload in progress is looked at
-
-
-@dataclass(frozen=True)
-class Plan:
-    model: str  # path of the artifact
-    endpoint: str  # that clients connect to
-    replicas: int = 2
-    threads: int = 0  # per replica; 0 = the cores divided among them
-    max_seq_len: int = 0  # 0 = the model's
-    weights: str = "auto"  # what the replicas hold matrices in
-    affinity: str = "none"  # processors that replicas divide: "auto" (ours), "none" or a list
-    log: str = ""  # file for the dispatcher's journal, a JSON line per request; "" = nowhere
-    config: str = ""  # TOML file for the dispatcher; "" = its defaults
-    replica_flags: tuple[str, ...] = ()  # more flags for every replica
-    devices: tuple[str, ...] = ()  # of the replicas, in turn; () = as replica_flags say
-
-    def threads_each(self) -> int:
-        cpus = processors.named_cpus(self.affinity) or sorted(os.sched_getaffinity(0))
-        return self.threads or max(1, len(cpus) // self.replicas)
-
-
-def replica_options(plan: Plan) -> list[list[str]]:
-    """The flags of each replica that say what it does, and where."""
-    threads = plan.threads_each()
-    alike = ["--model", plan.model, "--threads", str(threads)]
-    alike += ["--max-seq-len", str(plan.max_seq_len), "--weights", plan.weights]
-    shares = processors.divide(plan.affinity, plan.replicas, threads)
-    places = [each.flags for each in placed(plan.replicas, plan.devices)] if plan.devices else []
-    return [
-        [*alike, "--affinity", share, *plan.replica_flags, *(places[n] if places else [])]
-        for n, share in enumerate(shares)
-    ]
-
-
-def lacking_memory(plan: Plan, available: int | None = None) -> str:
-    """ "" if the replicas' weights fit the memory that is free now, else the arithmetic; held in another type
-    than the file's, they are the replicas' to judge. `available`: bytes, None = ask the machine."""
-    if plan.weights != "auto":
-        return ""
-    import psutil  # not before it is needed
-
-    from tinyloop_serve.native.artifact_file import mapped_bytes
-    from tinyloop_serve.native.errors import ArtifactError
-
-    if plan.devices:  # each replica counts its device's memory itself
-        return ""
-    with contextlib.suppress(OSError):  # a model that is not there or not one is the replicas' to report
-        shared = 0
-        with contextlib.suppress(ArtifactError):
-            shared = mapped_bytes(plan.model)
-        each = os.path.getsize(plan.model) - shared
-        free = psutil.virtual_memory().available if available is None else available
-        needed = plan.replicas * each + shared
-        if needed > free:
-            weights = f"{plan.replicas} replicas x {each >> 20} MiB of weights + {shared >> 20} MiB shared"
-            return f"{weights} = {needed >> 20} MiB, but {free >> 20} MiB of memory are free"
-    return ""
 
 
 class Fleet:
@@ -119,8 +61,8 @@ class Fleet:
         self._children = [self._dispatcher, *self._replicas]
         self._selector = selectors.DefaultSelector()
         self._papers = Papers(plan.endpoint, plan.model)
-        self._shown, self._said = to_stdout(), to_stderr()
-        self._journal: Lines | None = None
+        self._voice = Voice()
+        self._say = self._voice.say
         self._announced = False
         self._endpoint = plan.endpoint  # from the announcement on with its port filled in
         self._stops: list[signal.Signals] = []  # signals received
@@ -135,8 +77,7 @@ class Fleet:
         OSError when another fleet has the endpoint or the log cannot be written."""
         started = time.monotonic()
         with contextlib.ExitStack() as resources:
-            resources.callback(self._said.close)
-            resources.callback(self._shown.close)
+            resources.callback(self._voice.close)
             resources.callback(self._selector.close)
             if lack := lacking_memory(self._plan):
                 self._say(lack)
@@ -165,9 +106,7 @@ class Fleet:
         endpoints.make_private(endpoints.runtime_directory())
         endpoints.make_private(os.path.dirname(self._lock_path))
         if self._plan.log:
-            file = resources.enter_context(open(self._plan.log, "ab", buffering=0))
-            self._journal = Lines(file.fileno(), self._log_fails)
-            resources.callback(self._journal.close)
+            resources.enter_context(self._voice.log_to(self._plan.log))
         lock = resources.enter_context(open(self._lock_path, "w"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,9 +138,6 @@ class Fleet:
 
     def _want_reload(self, *_: object) -> None:
         self._reload_wanted = True
-
-    def _log_fails(self, why: str) -> None:
-        self._say(f"--log {self._plan.log}: {why}; its lines are lost until that is over")
 
     # ------------------------------------------------------------------ serving
 
@@ -248,10 +184,7 @@ class Fleet:
         was_ready = bool(child.ready_line)
         lines, ended = child.read(time.monotonic())
         for line in lines:
-            if not line.startswith("{"):
-                self._said.write(f"{child.name}: {line}")
-            elif self._journal:
-                self._journal.write(line)
+            self._voice.pass_on(child.name, line)
         if child.ready_line and not was_ready:
             took = child.ready_field("startup_ms")
             again = "is back" if self._announced else "is ready"
@@ -329,18 +262,10 @@ class Fleet:
         self._announced = True
         plan = self._plan
         endpoint = self._endpoint = self._dispatcher.ready_field("endpoint") or plan.endpoint
-        threads = plan.threads_each()
-        pages = f" http={http}" if (http := self._dispatcher.ready_field("http")) else ""
+        http = self._dispatcher.ready_field("http")
         # Free ports were taken: a dispatcher that is started again must be found where the first one was.
         self._dispatcher.arguments += ["--front", endpoint, *(["--http", http] if http else [])]
-        flag = "" if endpoint == endpoints.default_endpoint() else f" --endpoint {endpoint}"
-        self._shown.write(
-            f"READY endpoint={endpoint} replicas={plan.replicas} threads={threads}"
-            f" startup_ms={took_s * 1000:.0f}{pages}"
-            f'\n  try:  tinyloop generate{flag} "The definition of"'
-            f"\n        tinyloop status{flag}"
-            "\n  Ctrl-C stops the fleet"
-        )
+        self._voice.announce(plan, endpoint, http, took_s)
 
     # ------------------------------------------------------------------ stopping
 
@@ -372,6 +297,3 @@ class Fleet:
     def _kill(self) -> None:
         for child in self._children:
             child.signal(signal.SIGKILL)
-
-    def _say(self, text: str) -> None:
-        self._said.write(f"tinyloop: {text}")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tinyloop_serve.deploy import tables
-from tinyloop_serve.deploy.fleet import Plan
 from tinyloop_serve.deploy.placement import Place, named, placed
+from tinyloop_serve.deploy.plan import Plan
 from tinyloop_serve.deploy.tables import BadConfig, FleetTable
 from tinyloop_serve.dispatcher.config import Config as Dispatcher
 from tinyloop_serve.dispatcher.config import load

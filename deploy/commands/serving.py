@@ -101,8 +101,9 @@ def _affinity(text: str) -> str:
 
 def _up(flags: argparse.Namespace) -> int:
     from tinyloop_serve.deploy import placement, tables
-    from tinyloop_serve.deploy.fleet import Fleet, Plan
+    from tinyloop_serve.deploy.fleet import Fleet
     from tinyloop_serve.deploy.outcome import CommandFault
+    from tinyloop_serve.deploy.plan import Plan
 
     config = os.path.abspath(flags.config) if flags.config else ""
     if flags.profile:

@@ -12,7 +12,7 @@ from typing import Any
 from tinyloop_serve import native
 from tinyloop_serve.deploy import endpoints, tables
 from tinyloop_serve.deploy.doctor.finding import Finding, fault, ok, warning
-from tinyloop_serve.deploy.fleet import Plan, lacking_memory
+from tinyloop_serve.deploy.plan import Plan, lacking_memory
 from tinyloop_serve.deploy.tables import TABLES, BadConfig, replica_flags
 from tinyloop_serve.dispatcher import config as dispatcher
 from tinyloop_serve.dispatcher.encryption import Keyring

@@ -49,7 +49,7 @@ def _of_configuration(
 ) -> Iterator[Finding]:
     from tinyloop_serve.deploy.doctor import configuration, services
     from tinyloop_serve.deploy.endpoints import default_endpoint
-    from tinyloop_serve.deploy.fleet import Plan
+    from tinyloop_serve.deploy.plan import Plan
     from tinyloop_serve.native import demo_model_path
 
     plan = Plan(model or str(demo_model_path()), endpoint or default_endpoint(), replicas, threads)

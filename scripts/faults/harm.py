@@ -57,7 +57,7 @@ class Harm:
 
 def decoding_thread(pid: int) -> int:
     """The thread that runs the engine: neither the main one nor one of ZeroMQ's."""
-    for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+    for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name)):
         if int(task.name) != pid and not (task / "comm").read_text().startswith("ZMQ"):
             return int(task.name)
     raise ProcessLookupError(f"{pid} has no decoding thread")

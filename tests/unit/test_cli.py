@@ -31,8 +31,8 @@ from tinyloop_serve.deploy.children import (
     Restarts,
 )
 from tinyloop_serve.deploy.connect import connect
-from tinyloop_serve.deploy.fleet import Plan
 from tinyloop_serve.deploy.outcome import CommandFault
+from tinyloop_serve.deploy.plan import Plan
 from tinyloop_serve.native import errors as native
 from tinyloop_serve.protocol import errors as protocol
 from tinyloop_serve.protocol.messages import BucketStatus, ModelInfo, ReplicaStatus, Status
@@ -406,7 +406,7 @@ def test_status_is_shown_as_a_table() -> None:
 
 
 def test_a_fleet_that_cannot_fit_its_weights_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
-    from tinyloop_serve.deploy.fleet import Plan, lacking_memory
+    from tinyloop_serve.deploy.plan import Plan, lacking_memory
 
     model = tmp_path / "big.tinyloop"
     with model.open("wb") as file:
@@ -422,7 +422,7 @@ def test_a_fleet_that_cannot_fit_its_weights_is_refused_with_the_arithmetic(tmp_
 
 
 def test_weights_that_replicas_share_are_counted_once(tmp_path: Path) -> None:
-    from tinyloop_serve.deploy.fleet import Plan, lacking_memory
+    from tinyloop_serve.deploy.plan import Plan, lacking_memory
 
     entries = {
         "a": {"dtype": "F16", "shape": [4, 1 << 18, 16], "data_offsets": [0, 32 << 20]},

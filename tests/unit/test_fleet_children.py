@@ -15,7 +15,8 @@ import pytest
 
 from tinyloop_serve.deploy import children, fleet
 from tinyloop_serve.deploy.children import Child
-from tinyloop_serve.deploy.fleet import Fleet, Plan
+from tinyloop_serve.deploy.fleet import Fleet
+from tinyloop_serve.deploy.plan import Plan
 from tinyloop_serve.dispatcher.config import read_flags
 
 
@@ -46,7 +47,7 @@ def supervisor(tmp_path: Path, child: Child) -> Iterator[Fleet]:
 def said(supervisor: Fleet, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """By the supervisor, for people."""
     lines: list[str] = []
-    monkeypatch.setattr(supervisor._said, "write", lines.append)
+    monkeypatch.setattr(supervisor._voice._said, "write", lines.append)
     return lines
 
 
@@ -136,7 +137,7 @@ def test_a_dispatcher_is_started_again_at_its_ports(
     for each in made._children:
         each.ready_line = "READY"
     made._dispatcher.ready_line = "READY endpoint=tcp://127.0.0.1:4711 http=127.0.0.1:4712"
-    monkeypatch.setattr(made._shown, "write", lambda line: None)
+    monkeypatch.setattr(made._voice._shown, "write", lambda line: None)
     made._announce(1.0)
     flags = read_flags(made._dispatcher.arguments[1:])
     assert (flags["front"], flags["http"]) == ("tcp://127.0.0.1:4711", "127.0.0.1:4712")

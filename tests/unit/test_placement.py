@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tinyloop_serve.deploy import cli, report
-from tinyloop_serve.deploy.fleet import Plan, replica_options
 from tinyloop_serve.deploy.placement import Place, named, placed
+from tinyloop_serve.deploy.plan import Plan, replica_options
 from tinyloop_serve.replica.config import Config, parse
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tinyloop_serve.deploy import processors
-from tinyloop_serve.deploy.fleet import Plan
+from tinyloop_serve.deploy.plan import Plan
 
 
 @pytest.fixture

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from tinyloop_serve.deploy import cli, fleet, systemd, tables
+from tinyloop_serve.deploy.plan import Plan
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[fleet.Plan]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """What `tinyloop up` would run; nothing is started."""
-    made: list[fleet.Plan] = []
+    made: list[Plan] = []
 
     class Recorded:
-        def __init__(self, plan: fleet.Plan) -> None:
+        def __init__(self, plan: Plan) -> None:
             made.append(plan)
 
         def run(self) -> int:
@@ -25,7 +26,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[fleet.Plan]:
     return made
 
 
-def test_up_serves_what_the_fleet_table_says_and_a_flag_wins(plans: list[fleet.Plan], tmp_path: Path) -> None:
+def test_up_serves_what_the_fleet_table_says_and_a_flag_wins(plans: list[Plan], tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text('[fleet]\nmodel = "/srv/m.tinyloop"\nreplicas = 3\ndevices = "cuda:0,cuda:1"\n')
     assert cli.main(["up", "--config", str(path)]) == 0
@@ -72,7 +73,7 @@ def test_up_serves_what_the_fleet_table_says_and_a_flag_wins(plans: list[fleet.P
     ],
 )
 def test_up_refuses_a_slip_before_anything_starts(
-    plans: list[fleet.Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, named: str
+    plans: list[Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, named: str
 ) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(text)
