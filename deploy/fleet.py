@@ -6,7 +6,7 @@
 
 A fault that no restart can mend (a bad flag or artifact, a child that never becomes ready) ends a fleet that
 is starting; one that serves goes on without that replica and tries it again from time to time. SIGUSR1
-brings in a changed model file (reload.py). Children die with this process even if it is killed: each asks
+brings in a changed model file (renewal.py). Children die with this process even if it is killed: each asks
 the kernel for that. The policy of restarts is in children.py.
 """
 
@@ -18,18 +18,17 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterator
 
 from tinyloop_serve.deploy import endpoints
 from tinyloop_serve.deploy.children import BREAKER_S, EXIT_CONFIG, NEVER, Child
 from tinyloop_serve.deploy.local import Papers
 from tinyloop_serve.deploy.plan import Plan, lacking_memory, replica_options
-from tinyloop_serve.deploy.reload import Reload
+from tinyloop_serve.deploy.renewal import Renewal
+from tinyloop_serve.deploy.signals import Signals
 from tinyloop_serve.deploy.voice import Voice
 
 DISPATCHER_STOP_S = 8.0  # its own drain deadline and something
 REPLICA_STOP_S = 6.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LATE_S = 1.0  # later than any load makes us
 RELOAD_LOOK_S = 0.1  # how often a reload in progress is looked at
 
@@ -61,13 +60,12 @@ class Fleet:
         self._children = [self._dispatcher, *self._replicas]
         self._selector = selectors.DefaultSelector()
         self._papers = Papers(plan.endpoint, plan.model)
+        self._signals = Signals()
         self._voice = Voice()
         self._say = self._voice.say
+        self._renewal = Renewal(plan.model, self._replicas, self._papers, self._say)
         self._announced = False
         self._endpoint = plan.endpoint  # from the announcement on with its port filled in
-        self._stops: list[signal.Signals] = []  # signals received
-        self._reload: Reload | None = None  # the one in progress
-        self._reload_wanted = False
         self._exit_status: int | None = None  # set: the fleet is stopping
         self._kill_at = NEVER
         self._told: set[Child] = set()  # those that were asked to stop
@@ -85,7 +83,7 @@ class Fleet:
             self._claim(resources)
             for child in self._children:
                 child.listen()
-            resources.enter_context(self._signals())
+            resources.enter_context(self._signals.heard_by(self._selector))
             resources.callback(self._papers.remove)
             self._papers.write()  # from here on a signal to us is handled
             resources.callback(self._kill)
@@ -95,9 +93,10 @@ class Fleet:
             while True:
                 now = self._turn()
                 self._announce(now - started)
-                self._go_on_reloading(now)
-                if self._stops:
-                    self._stop(0, f"{self._stops[0].name}: stopping")
+                if self._announced:
+                    self._renewal.go_on(self._endpoint, now, wanted=self._signals.wanted_reload)
+                if stops := self._signals.stops:
+                    self._stop(0, f"{stops[0].name}: stopping")
                 if self._exit_status is not None and self._stopped(now):
                     return self._exit_status
 
@@ -114,30 +113,6 @@ class Fleet:
             raise OSError(
                 f"a fleet already serves {self._plan.endpoint}; stop it, or give this one an --endpoint"
             ) from None
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Signals, of children too, wake the loop and are handled there."""
-        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector.register(wake_read, selectors.EVENT_READ)
-        before = {
-            number: signal.signal(number, lambda n, _: self._stops.append(signal.Signals(n)))
-            for number in STOP_SIGNALS
-        }
-        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._want_reload)
-        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
-        fd = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(fd)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(wake_read)
-            os.close(wake_write)
-
-    def _want_reload(self, *_: object) -> None:
-        self._reload_wanted = True
 
     # ------------------------------------------------------------------ serving
 
@@ -164,7 +139,7 @@ class Fleet:
         """When to look again, seconds from now, if nothing happens before."""
         due = [child.start_at for child in self._children if child.start_at is not None]
         due += [child.silent_until for child in self._children]
-        due += [now + RELOAD_LOOK_S] if self._reload else []
+        due += [now + RELOAD_LOOK_S] if self._renewal.goes_on else []
         if self._exit_status is not None:
             due = [self._kill_at]
         return max(0.0, min(due, default=now + 3600.0) - now)
@@ -227,34 +202,6 @@ class Fleet:
         elif child.start_at is not None:
             self._say(f"{child.name} {child.how_it_ended()}; it starts again in {child.start_at - now:.2g} s")
 
-    def _go_on_reloading(self, now: float) -> None:
-        """A changed model file: one replica after the other ends its requests and starts with the new one."""
-        if self._reload_wanted and self._reload is None and self._announced:
-            self._reload_wanted = False
-            self._reload = Reload(self._endpoint, self._plan.model, [child.name for child in self._replicas])
-            with self._on_paper():
-                self._papers.reload_begins()
-        if self._reload is None:
-            return
-        while (name := self._reload.next_to_restart()) is not None:
-            child = next(child for child in self._replicas if child.name == name)
-            child.start_at = now if not child.running else child.start_at
-            child.restarts.never_ready = 0
-            child.signal(signal.SIGTERM)
-        if (verdict := self._reload.verdict()) is not None:
-            self._say(verdict.text)
-            self._reload = None
-            with self._on_paper():
-                self._papers.reload_ended(verdict.good, verdict.text)
-
-    @contextlib.contextmanager
-    def _on_paper(self) -> Iterator[None]:
-        """The fleet goes on where the record of a reload cannot be written: the disk is full, say."""
-        try:
-            yield
-        except OSError as error:
-            self._say(f"what becomes of the reload cannot be written down: {error}")
-
     def _announce(self, took_s: float) -> None:
         """Says once, on standard output, that the fleet serves, and how to use it."""
         if self._announced or self._exit_status is not None or not all(c.ready_line for c in self._children):
@@ -276,7 +223,7 @@ class Fleet:
 
     def _stopped(self, now: float) -> bool:
         """Goes on stopping: the dispatcher first, then the replicas; a second signal, or time, kills."""
-        if len(self._stops) > 1:
+        if len(self._signals.stops) > 1:
             self._kill()
         for group, patience_s in (([self._dispatcher], DISPATCHER_STOP_S), (self._replicas, REPLICA_STOP_S)):
             running = [child for child in group if child.running]
