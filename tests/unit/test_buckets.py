@@ -345,6 +345,19 @@ def test_a_tenant_back_from_idleness_is_owed_nothing_and_owes_nothing() -> None:
     assert first_half.count("a") == first_half.count("b") == 4
 
 
+def test_one_that_had_its_turns_and_left_does_not_save_up_for_its_return() -> None:
+    queue = Queue(tenants={"a": {}, "b": {}}, batch_sizes=[2], min_batch_size=1)
+    queue.put(2, tenant="a")
+    for turn in range(100):
+        queue.put(2, tenant="b", now=turn)
+        assert queue.call(turn)
+    queue.put(8, tenant="a", now=100.0)
+    queue.put(10, tenant="b", now=100.0)
+    calls = [queue.call(100.0) for _ in range(5)]
+    lanes = [lane.tenant for call in calls if call for lane in call.lanes]
+    assert 4 <= lanes.count("a") <= 6
+
+
 def test_a_refund_gives_back_the_turn() -> None:
     queue = Queue(tenants={"a": {}, "b": {}}, batch_sizes=[2], min_batch_size=1)
     queue.put(1, tenant="a", cost=100.0)
@@ -408,6 +421,7 @@ def test_when_something_ripens_later() -> None:
     queue.put(1, now=1.0, temperature=1.0)
     assert queue.buckets.ripe_at() == 0.0
     assert queue.buckets.ripe_at(after=1.0) == 1.0 + WAIT_S
+    assert queue.buckets.ripe_at(after=1.0 + WAIT_S) == float("inf"), "what is ripe and has no room waits"
 
 
 def test_one_tenants_flood_does_not_lengthen_anothers_wait() -> None:

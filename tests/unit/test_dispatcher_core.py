@@ -191,6 +191,19 @@ def test_requests_of_one_shape_share_a_run_and_one_step_is_one_send_per_client()
     assert sends == [Send(ALICE, None, (b"3", b"4"))]
 
 
+def test_work_is_counted_in_loops_over_all_tokens_of_all_beams() -> None:
+    bench = Bench()
+    for asked, work in (
+        (ask("plain"), 11 * 4),
+        (ask("deep", sampling=Sampling(loops=8)), 11 * 8),
+        (ask("beams", sampling=Sampling(beam_size=3)), 11 * 4 * 3),
+        (Generate("text", prompt_text="x" * 40, max_tokens=2), (10 + 2) * 4),
+    ):
+        bench.client(ALICE, asked)
+        request = bench.core.requests.find(ALICE, asked.id)
+        assert request is not None and request.cost == work
+
+
 def test_one_credit_per_replica_and_the_longest_idle_goes_first() -> None:
     bench = Bench(ready=2)
     bench.client(ALICE, ask("1"))
